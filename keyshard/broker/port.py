@@ -421,7 +421,8 @@ class Broker(OpensReaders, Protocol):
 
         Args:
             prefix: Beginning of their names, with at least the namespace:
-                ``persistent://tenant/namespace/``.
+                ``persistent://tenant/namespace/``, or ``topic://tenant/namespace/`` for scalable
+                topics.
             changed: Takes full names. Any thread may call it, and it must return at once.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker
@@ -13,7 +13,8 @@ from keyshard.core.topic_segments import SegmentGraph, is_scalable, topic_of
 from keyshard.errors import BrokerError, TopicNotFoundError
 
 LOOK_AGAIN_S = 60.0
-"""Age at which a watch is replaced, seconds. A broker does not report that a topic was deleted."""
+"""Age at which a watch is replaced, seconds. The watch of a topic does not report that the topic
+was deleted, and a watch of its namespace may be missing."""
 
 
 class ScalableTopics:
@@ -34,6 +35,8 @@ class ScalableTopics:
         self._watches: dict[str, tuple[SegmentWatch, float]] = {}
         """Open watches, and the monotonic times at which they were opened."""
         self._graphs: dict[str, SegmentGraph] = {}
+        self._doubtful: set[str] = set()
+        """Topics that may have been deleted since their watches were opened."""
         self._topics: dict[TopicPartition, str] = {}
         """Scalable topics of the partitions that were migrated."""
         self.created_again: set[TopicPartition] = set()
@@ -51,6 +54,9 @@ class ScalableTopics:
             found = self._look(topic)
         except TopicNotFoundError:
             self._graphs.pop(topic, None)
+            self._doubtful.discard(topic)
+            if (of_deleted := self._watches.pop(topic, None)) is not None:
+                of_deleted[0].close()
             return ()
         known = self._graphs.get(topic)
         if known is not None and found.precedes(known):
@@ -67,6 +73,17 @@ class ScalableTopics:
             if one.stored_in
         }
         return found.partitions
+
+    def look_again(self, topics: Iterable[str]) -> None:
+        """Replace the watches of topics at the next look: their names were reported.
+
+        Any thread may call it.
+        """
+        self._doubtful.update(topics)
+
+    def exist_only(self, listed: Collection[str]) -> None:
+        """Replace the watches of all other topics at the next look."""
+        self.look_again(self._watches.keys() - set(listed))
 
     def lags(self, topic: str, known: Iterable[TopicPartition]) -> bool:
         """Return whether the broker that reports a topic has not heard of its known segments."""
@@ -126,9 +143,15 @@ class ScalableTopics:
     def _look(self, topic: str) -> SegmentGraph:
         """Return the newest graph that a watch reported; open one if there is none or it is old."""
         watch, opened_s = self._watches.get(topic, (None, 0.0))
-        if watch is not None and watch.is_open and time.monotonic() - opened_s < LOOK_AGAIN_S:
+        is_new = time.monotonic() - opened_s < LOOK_AGAIN_S and topic not in self._doubtful
+        if watch is not None and watch.is_open and is_new:
             return watch.graph
-        new = self._broker.watch_segments(topic, self._report)
+        self._doubtful.discard(topic)  # before the look, which may not see a later report
+        try:
+            new = self._broker.watch_segments(topic, self._report)
+        except BrokerError:
+            self._doubtful.add(topic)
+            raise
         self._watches[topic] = new, time.monotonic()
         if watch is not None:
             watch.close()

@@ -12,6 +12,7 @@ from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.preflight import ANSWER_S, missing_topics
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
+from keyshard.broker.topics import matching
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
@@ -87,10 +88,7 @@ def topics_of(config: SourceConfig) -> Sequence[str]:
     if config.topics_pattern is None:
         return tuple(dict.fromkeys(TopicPartition.parse(name).topic for name in config.topics))
     pattern = TopicPattern.parse(config.topics_pattern)
-    found = asked_first(
-        config.how_to_connect(), lambda admin: admin.topics(pattern.tenant, pattern.namespace)
-    )
-    return sorted(filter(pattern.matches, found))
+    return asked_first(config.how_to_connect(), lambda admin: matching(admin, pattern))
 
 
 def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:

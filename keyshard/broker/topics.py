@@ -22,7 +22,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_segments import is_scalable
-from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.errors import BrokerError, ConfigError, TopicNotFoundError
 from keyshard.threads import Pool
 
 PARKED = "-parked"
@@ -66,16 +66,18 @@ class Catalog:
         if self._pattern is None:
             return self._topics
         assert self._admin is not None, "a pattern needs admin_url"
-        found = self._admin.topics(self._pattern.tenant, self._pattern.namespace)
-        matching = sorted(topic for topic in found if self._pattern.matches(topic))
-        return tuple(topic for topic in matching if not self._has_dead_letters(topic))
+        found = matching(self._admin, self._pattern)
+        if self._pattern.is_scalable:
+            self.scalable.exist_only(found)
+            return found  # Dead letters are in persistent topics.
+        return tuple(topic for topic in found if not self._has_dead_letters(topic))
 
     def prefixes(self) -> tuple[str, ...]:
         """Return how the names of the topics begin, for each namespace."""
         if self._pattern is not None:
             return (self._pattern.prefix,)
         by_namespace: defaultdict[str, list[str]] = defaultdict(list)
-        for topic in itertools.filterfalse(is_scalable, self._topics):
+        for topic in self._topics:
             by_namespace[topic.rpartition("/")[0]].append(topic)
         return tuple(map(commonprefix, by_namespace.values()))
 
@@ -95,7 +97,8 @@ class Catalog:
         """
 
         def report(names: Collection[str]) -> None:
-            if any(map(self._selects, names)):
+            if selected := list(filter(self._selects, names)):
+                self.scalable.look_again(filter(is_scalable, selected))
                 changed()
 
         return self._broker.watch_topics(prefix, report)
@@ -169,6 +172,26 @@ class Catalog:
         """
         if not is_scalable(topic):
             self._broker.partitions(topic)
+
+
+def matching(admin: Admin, pattern: TopicPattern) -> tuple[str, ...]:
+    """Return the names of the topics that match a pattern now, in order.
+
+    Raises:
+        ConfigError: The cluster does not have the kind of the topics.
+        BrokerError: The admin interface does not answer, or refuses.
+    """
+    found: set[str] | None
+    if pattern.is_scalable:
+        found = admin.scalable_topics(pattern.tenant, pattern.namespace)
+        if found is None:
+            raise ConfigError(
+                f"Pattern {pattern.text} matches scalable topics, which the cluster does not know.",
+                "Use a pattern of persistent topics, or a cluster of Pulsar 5.0 or later.",
+            )
+    else:
+        found = admin.topics(pattern.tenant, pattern.namespace)
+    return tuple(sorted(filter(pattern.matches, found)))
 
 
 @dataclass(frozen=True, slots=True)

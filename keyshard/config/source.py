@@ -55,7 +55,8 @@ class SourceConfig:
     """Names of topics. A single string is one topic. ``topic://tenant/namespace/name`` is a
     scalable topic of Pulsar 5."""
     topics_pattern: str | None = field(default=None, kw_only=True)
-    """Instead of names: ``persistent://tenant/namespace/regex``. Needs ``admin_url``."""
+    """Instead of names: ``persistent://tenant/namespace/regex``, or
+    ``topic://tenant/namespace/regex`` for scalable topics. Needs ``admin_url``."""
     subscription: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     """Subscription that holds the backlog. Only one source at a time may use it. Required
     wherever messages are acknowledged; bounded reads use none."""
@@ -356,8 +357,8 @@ class SourceConfig:
 
     @property
     def is_scalable(self) -> bool:
-        """Whether one of the topics is a scalable topic."""
-        return any(map(is_scalable, self.topics))
+        """Whether it consumes scalable topics."""
+        return any(map(is_scalable, [*self.topics, self.topics_pattern or ""]))
 
     def _check_scalable(self, start: object) -> None:
         """Check that nothing is requested which cannot be had of a scalable topic."""

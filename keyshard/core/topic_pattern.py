@@ -7,19 +7,23 @@ import warnings
 from dataclasses import dataclass, field
 
 from keyshard.core.position.entry import TopicPartition, is_system_topic
+from keyshard.core.topic_segments import SCALABLE
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
 _LITERAL = re.compile(r"[-\w]*(?![*?{])", re.ASCII)
 """The characters that a regular expression begins with and that stand for themselves."""
+_SCALABLE_NAME = re.compile(r"[^/\s]+")
+PERSISTENT = "persistent://"
+"""Beginning of the name of a persistent topic."""
 DEAD_LETTERS = "-DLQ"
 """Suffix of the default names of dead-letter topics."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicPattern:
-    """Topics of one namespace whose whole name matches.
+    """Topics of one namespace whose whole name matches: persistent topics, or scalable topics.
 
     The name is that of the topic, without a partition suffix. Three kinds never match: system
     topics (``__...``), non-persistent topics, and dead-letter topics (``...-DLQ``) of any source.
@@ -30,6 +34,8 @@ class TopicPattern:
     namespace: str
     regex: str
     """Matches the topic's own name, without tenant and namespace."""
+    scheme: str = PERSISTENT
+    """Kind of the topics, as their names begin."""
     _compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +55,10 @@ class TopicPattern:
 
     @classmethod
     def parse(cls, text: str) -> TopicPattern:
-        """Parse ``regex``, ``tenant/namespace/regex`` or ``persistent://tenant/namespace/regex``.
+        """Parse a pattern of persistent topics, or ``topic://tenant/namespace/regex``.
+
+        The former is ``regex``, ``tenant/namespace/regex`` or
+        ``persistent://tenant/namespace/regex``.
 
         Raises:
             NonPersistentTopicError: The pattern asks for non-persistent topics.
@@ -69,7 +78,7 @@ class TopicPattern:
             rest = f"public/default/{rest}"
         parts = rest.split("/", 2)
         if (
-            domain != "persistent"
+            f"{domain}://" not in (PERSISTENT, SCALABLE)
             or len(parts) != 3
             or not parts[2]
             or not all(map(_NAME.fullmatch, parts[:2]))
@@ -77,28 +86,39 @@ class TopicPattern:
             raise ConfigError(
                 f"topics_pattern is {shown(text)}.",
                 "Write 'regex', 'tenant/namespace/regex' or "
-                "'persistent://tenant/namespace/regex', with plain names of tenant and namespace.",
+                "'persistent://tenant/namespace/regex', with plain names of tenant and namespace. "
+                "For scalable topics, write 'topic://tenant/namespace/regex'.",
             )
-        return cls(*parts)
+        return cls(*parts, f"{domain}://")
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether it matches scalable topics, and no others."""
+        return self.scheme == SCALABLE
 
     @property
     def text(self) -> str:
         """The full form; :meth:`parse` accepts it."""
-        return f"persistent://{self.tenant}/{self.namespace}/{self.regex}"
+        return f"{self._base}{self.regex}"
+
+    @property
+    def _base(self) -> str:
+        return f"{self.scheme}{self.tenant}/{self.namespace}/"
 
     @property
     def prefix(self) -> str:
         """The beginning that all matching names have; at least that of the namespace."""
         found = None if "|" in self.regex else _LITERAL.match(self.regex)
         literal = "" if found is None else found.group()
-        return f"persistent://{self.tenant}/{self.namespace}/{literal}"
+        return f"{self._base}{literal}"
 
     def matches(self, topic: str) -> bool:
         """Return whether a full topic name matches."""
-        prefix = f"persistent://{self.tenant}/{self.namespace}/"
-        name = topic.removeprefix(prefix)
+        name = topic.removeprefix(self._base)
         return (
             name != topic
+            # 5.0.1 also lists names with other characters, and does not find these topics.
+            and not (self.is_scalable and _SCALABLE_NAME.fullmatch(name) is None)
             and not is_system_topic(name)
             and not name.endswith(DEAD_LETTERS)
             and TopicPartition.parse(name).partition < 0

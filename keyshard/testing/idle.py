@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.preflight import ANSWER_S
+from keyshard.broker.topics import matching
 from keyshard.core.option_checks import check_seconds
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.subscription_state import SubscriptionState
+from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import AvailableNowTimeoutError, ConfigError
 from keyshard.observe.status_types import Status
 from keyshard.source import READY_S, KeyShardSource
@@ -92,7 +94,9 @@ def _backlog(admin: Admin, source: KeyShardSource, status: Status) -> int:
     asked = [TopicPartition(one["topic"], one["partition"]) for one in status["partitions"]]
     if source.is_scalable:
         # The status may not have the newest segments yet.
-        asked = list(map(TopicPartition, source.topics))
+        pattern = source.topics_pattern
+        topics = source.topics if pattern is None else matching(admin, TopicPattern.parse(pattern))
+        asked = list(map(TopicPartition, topics))
     for where in asked:
         stats = admin.subscription(where, source.subscription)
         backlog += 0 if stats is None else SubscriptionState.from_stats(stats).backlog

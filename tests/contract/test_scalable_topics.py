@@ -82,6 +82,37 @@ def test_the_scalable_topics_of_a_namespace_come_without_its_other_topics(
     wait_until(lambda: mine & found() == mine - {gone})
 
 
+def test_scalable_topics_are_reported_when_they_are_created_or_deleted(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    reported: list[str] = []
+    watch = broker.watch_topics(f"{topic.rpartition('/')[0]}/contract-", reported.extend)
+    of_topic: list[str] = []
+    exact = broker.watch_topics(topic, of_topic.extend)
+    assert watch is not None
+    assert exact is not None
+    assert of_topic == [], "what exists is not reported"
+    persistent, new = scalable.create_topic(), scalable.create_scalable(2)
+    wait_until(lambda: new in reported)
+    scalable.split(new, 0)
+    scalable.delete_scalable(topic)
+    wait_until(lambda: of_topic == [topic])
+    scalable.create_again_scalable(topic)
+    wait_until(lambda: of_topic == [topic, topic])
+    wait_until(lambda: reported.count(topic) == 2)
+    assert persistent not in reported
+    assert not any(name.startswith("segment://") for name in reported)
+    exact.close()
+    wait_until(lambda: not exact.is_open)
+    scalable.delete_scalable(topic)
+    wait_until(lambda: reported.count(topic) == 3)
+    assert of_topic == [topic, topic], "it was closed"
+    assert watch.is_open
+    broker.close()
+    wait_until(lambda: not watch.is_open)
+
+
 def test_splits_and_merges_are_reported_with_parents(scalable: ScalableHarness) -> None:
     topic, broker = scalable.create_scalable(1), scalable.broker()
     reports: list[None] = []

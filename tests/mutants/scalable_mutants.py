@@ -84,7 +84,7 @@ OF_SCALABLE_TOPICS = (
         promise="A first start creates nothing.",
         edits=(
             Edit(
-                "keyshard/broker/wire/segment_watch.py",
+                "keyshard/broker/wire/scalable_watches.py",
                 "create_if_missing=False",
                 "create_if_missing=True",
             ),

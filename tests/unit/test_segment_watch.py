@@ -1,4 +1,4 @@
-"""The session that reports the segments of a scalable topic, with scripted brokers."""
+"""The sessions that report scalable topics and their segments, with scripted brokers."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ def refuse(code: int, text: bytes = b"it says no") -> Answer:
 
 
 class Session(SocketSession):
-    """A session that answers the lookup of a scalable topic by a script."""
+    """A session that answers the opening of a watch by a script."""
 
     flags: ClassVar[bytes] = KNOWS_SEGMENTS
     answer: ClassVar[Answer] = staticmethod(lambda *_: None)
     asked: ClassVar[list[Any]] = []
+    """Commands that open watches, and the ids of those that close them."""
 
     def _connect(self, _: Any) -> None:
         self.put(framed_fields(3, {1: b"test", 2: 21, 3: 5 << 20, 4: self.flags}))
@@ -65,10 +66,25 @@ class Session(SocketSession):
         self.asked.append(asked)
         type(self).answer(self, asked)
 
+    def _watch_scalable_topics(self, asked: Any) -> None:
+        self.asked.append(asked)
+        type(self).answer(self, asked)
+
+    def _scalable_topic_close(self, asked: Any) -> None:
+        self.asked.append(asked.session_id)
+
+    def _watch_scalable_topics_close(self, asked: Any) -> None:
+        self.asked.append(asked.watch_id)
+
+
+def report_topics(session: Any, asked: Any, **event: Any) -> None:
+    update = api.WatchScalableTopicsUpdate(watch_id=asked.watch_id, **event)
+    session.send("watch_scalable_topics_update", update)
+
 
 @contextmanager
 def broker(answer: Answer, flags: bytes = KNOWS_SEGMENTS) -> Iterator[tuple[WireBroker, Any]]:
-    """A client of a broker that answers the look-up of a scalable topic as given."""
+    """A client of a broker that answers the opening of a watch as given."""
 
     class Scripted(Session):
         pass
@@ -188,6 +204,72 @@ def test_a_watch_ends_with_its_session(ends: str) -> None:
         if ends != "cut":
             wait_until(lambda: reports)
         assert set(watch.graph.segments) == {0}, "what was reported stays"
+
+
+def listed(sessions: list[Any]) -> Answer:
+    """Answer the watch of a namespace with two topics, and note the session."""
+
+    def answer(session: Any, asked: Any) -> None:
+        sessions.append(session)
+        report_topics(session, asked, snapshot=api.ScalableTopicsSnapshot(topics=[b"a", b"b"]))
+
+    return answer
+
+
+def test_created_and_deleted_topics_of_a_namespace_are_reported_by_name() -> None:
+    sessions, reported = list[Any](), list[str]()
+    with broker(listed(sessions)) as (client, asked):
+        watch = client.watch_topics("topic://public/default/or", reported.extend)
+        assert watch is not None
+        assert asked[0].namespace == b"public/default"
+        diff = api.ScalableTopicsDiff(
+            added=[TOPIC.encode(), b"topic://public/default/other"],
+            removed=[b"topic://public/default/orchids"],
+        )
+        report_topics(sessions[0], asked[0], diff=diff)
+        wait_until(lambda: reported == [TOPIC, "topic://public/default/orchids"])
+        watch.close()
+        assert not watch.is_open
+        wait_until(lambda: asked[1:] == [asked[0].watch_id])
+
+
+def test_a_refused_watch_of_a_namespace_is_an_error_and_a_broken_one_is_over() -> None:
+    def refused(session: Any, asked: Any) -> None:
+        report_topics(session, asked, error=4, message=b"it says no")
+
+    with broker(refused) as (client, _), pytest.raises(AuthorizationError, match="it says no"):
+        client.watch_topics("topic://public/default/", lambda _: None)
+    sessions: list[Any] = []
+    with broker(listed(sessions)) as (client, asked):
+        watch = client.watch_topics("topic://public/default/", lambda _: None)
+        assert watch is not None
+        refused(sessions[0], asked[0])
+        wait_until(lambda: not watch.is_open)
+
+
+def test_a_broker_without_scalable_topics_watches_no_namespace() -> None:
+    with broker(listed([]), flags=b"") as (client, asked):
+        assert client.watch_topics("topic://public/default/", lambda _: None) is None
+        assert asked == []
+
+
+def test_all_watches_share_a_connection_until_it_is_lost() -> None:
+    sessions: list[Any] = []
+
+    def answer(session: Any, asked: Any) -> None:
+        sessions.append(session)
+        report(session, asked, 1, segment(0, 0, 65535))
+
+    with broker(answer) as (client, asked):
+        first, second = (client.watch_segments(TOPIC, lambda: None) for _ in range(2))
+        assert sessions[0] is sessions[1]
+        first.close()
+        wait_until(lambda: asked[2:] == [asked[0].session_id])
+        assert second.is_open
+        sessions[0].cut()
+        wait_until(lambda: not second.is_open)
+        assert client.watch_segments(TOPIC, lambda: None).is_open
+        assert sessions[2] is not sessions[0]
 
 
 def test_a_hash_that_no_open_segment_has_is_an_error() -> None:

@@ -100,6 +100,7 @@ class MemoryScalableTopics:
             ]
             self._graphs[topic] = SegmentGraph(topic, 0, {})
             self._change(topic, found)
+            self._store.changed([topic])
         return topic
 
     def split(self, topic: str, number: int) -> tuple[int, int]:
@@ -137,6 +138,7 @@ class MemoryScalableTopics:
             self._watches.pop(topic, None)  # they stay open and report nothing, as in Pulsar
             for where in graph.partitions:
                 self._cluster.delete_topic(where.topic)
+            self._store.changed([topic])
 
     def register(self, topic: str, subscription: str) -> None:
         """Create a subscription in all open segments and in later ones, and keep sealed ones.

@@ -24,9 +24,8 @@ from keyshard.broker.port import (
     SubscriptionSpec,
 )
 from keyshard.broker.preflight import missing_topics
-from keyshard.broker.reports import WorkerFacts
+from keyshard.broker.reports import TopicWatch, WorkerFacts
 from keyshard.broker.retry import Retrier
-from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
@@ -37,10 +36,11 @@ from keyshard.broker.wire.consumer import (
 from keyshard.broker.wire.errors import TOPIC_NOT_FOUND, RefusedError, error_of
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared, first_answer
-from keyshard.broker.wire.segment_watch import ABSENT, WireSegmentWatch
+from keyshard.broker.wire.scalable_watches import ABSENT, ScalableWatches, WireSegmentWatch
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.topic_segments import SCALABLE
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -77,6 +77,7 @@ class WireBroker:
             self._credentials,
             connection.operation_timeout_ms / 1000,
         )
+        self._scalable = ScalableWatches(self._shared.pool)
         self._lock = threading.Lock()
         self._handles: weakref.WeakSet[WireConsumer | WireReader | WireProducer] = weakref.WeakSet()
         self._closed = False
@@ -122,20 +123,22 @@ class WireBroker:
 
     def watch_topics(
         self, prefix: str, changed: Callable[[Collection[str]], None]
-    ) -> WireConnection | None:
+    ) -> TopicWatch | None:
         def report(names: Sequence[str]) -> None:
             if found := [name for name in names if name.startswith(prefix)]:
                 changed(found)
 
         timeout_s = min(self._shared.timeout_s, WATCH_S)
         try:
+            if prefix.startswith(SCALABLE):
+                return self._scalable.of_topics(prefix, report, timeout_s)
             return self._shared.pool.watch(prefix, report, timeout_s)
         except RefusedError as exc:
             raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> WireSegmentWatch:
         try:
-            return WireSegmentWatch(self._shared.pool, topic, changed, self._shared.timeout_s)
+            return self._scalable.of_segments(topic, changed, self._shared.timeout_s)
         except RefusedError as exc:
             error = error_of(exc, "look up", topic, topic, self._credentials.who())
             if isinstance(error, TopicNotFoundError) and ABSENT not in exc.said:

@@ -47,7 +47,7 @@ TRICKLE_BYTES = 16 << 10
 _NO_REQUEST = 2**64 - 1
 """Request id with which a broker refuses the connection instead of a request."""
 
-_PUSHED = ("watch_topic_update", "scalable_topic_update")
+_PUSHED = ("watch_topic_update", "scalable_topic_update", "watch_scalable_topics_update")
 
 _connections: weakref.WeakSet[WireConnection] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
