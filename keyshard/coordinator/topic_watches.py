@@ -11,8 +11,8 @@ from keyshard.broker.topics import Catalog
 from keyshard.errors import KeyShardError
 
 WATCHES_MAX = 8
-"""Maximum number of watches; each has a connection. Topics of further namespaces are found in
-rounds."""
+"""Maximum number of watches; each of persistent topics has a connection. Topics of further
+namespaces are found in rounds."""
 AGAIN_S = 60.0
 """Shortest time between two attempts to open a watch, seconds."""
 

@@ -17,6 +17,7 @@ from keyshard.errors import ConfigError
         (" a|b ", "persistent://public/default/a|b"),
         ("acme/shop/.*", "persistent://acme/shop/.*"),
         ("persistent://acme/shop/x", "persistent://acme/shop/x"),
+        (" topic://acme/shop/x.*", "topic://acme/shop/x.*"),
     ],
 )
 def test_the_short_forms_are_completed(text: str, full: str) -> None:
@@ -63,12 +64,37 @@ def test_each_name_that_matches_has_the_prefix(regex: str, data: st.DataObject) 
         (".*", "persistent://public/default/orders-partition-3", False),
         ("acme/my.shop/t", "persistent://acme/myxshop/t", False),
         ("acme/my.shop/t", "persistent://acme/my.shop/t", True),
+        (".*", "topic://public/default/orders", False),
+        ("topic://public/default/.*", "persistent://public/default/orders", False),
+        ("topic://public/default/.*", "topic://public/default/orders", True),
+        ("topic://public/default/orde", "topic://public/default/orders", False),
+        ("topic://public/default/.*", "topic://public/other/orders", False),
+        ("topic://public/default/.*", "segment://public/default/orders/0000-ffff-0", False),
+        ("topic://public/default/.*", "topic://public/default/orders-DLQ", False),
+        ("topic://public/default/.*", "topic://public/default/__orders", False),
+        ("topic://public/default/.*", "topic://public/default/a b", False),
+        ("topic://public/default/.*", "topic://public/default/a/b", False),
     ],
 )
 def test_a_pattern_matches_whole_names_of_one_namespace(
     pattern: str, topic: str, expected: bool
 ) -> None:
     assert TopicPattern.parse(pattern).matches(topic) is expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["topic://orders", "topic://public/default/", "topic://public/orders", "segment://a/b/.*",
+     "topics://public/default/.*", "topic://"],
+)  # fmt: skip
+def test_a_pattern_of_no_known_form_is_refused_with_all_forms(text: str) -> None:
+    with pytest.raises(ConfigError, match="topics_pattern is") as caught:
+        TopicPattern.parse(text)
+    assert "For scalable topics, write 'topic://tenant/namespace/regex'" in caught.value.remedy
+
+
+def test_the_prefix_of_a_pattern_of_scalable_topics_is_that_of_their_names() -> None:
+    assert TopicPattern.parse("topic://acme/shop/or.*").prefix == "topic://acme/shop/or"
 
 
 @pytest.mark.parametrize("regex", ["orders-[", "[[", "[[a-z]+", "a[b||c]", "a{99999999999}"])
