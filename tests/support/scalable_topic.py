@@ -33,17 +33,23 @@ class ScalableTopic:
         keys: Number of keys.
         partitions: If given, the topic is first a persistent one of that many partitions; see
             :meth:`migrate`.
+        prefix: Beginning of its name.
     """
 
     def __init__(
-        self, broker: DevBroker, segments: int = 1, keys: int = 40, partitions: int = 0
+        self,
+        broker: DevBroker,
+        segments: int = 1,
+        keys: int = 40,
+        partitions: int = 0,
+        prefix: str = "scalable",
     ) -> None:
         self._broker = broker
         self._http = httpx.Client(base_url=broker.admin_url, timeout=deadline(30))
         self._keys = keys
         self._stop = threading.Event()
         self._failed: list[BaseException] = []
-        self.name = f"topic://public/default/scalable-{uuid.uuid4().hex[:12]}"
+        self.name = f"topic://public/default/{prefix}-{uuid.uuid4().hex[:12]}"
         self._path = self.name.replace("topic://", "/admin/v2/scalable/")
         self.sent: list[str] = []
         """Values that the broker has stored, in this order."""
@@ -132,6 +138,10 @@ class ScalableTopic:
             key, _, number = value.partition(":")
             assert last.get(key, -1) < int(number), f"{value} out of order; {self.changes}"
             last[key] = int(number)
+
+    def delete(self) -> None:
+        """Delete the topic, though clients are connected."""
+        self._http.delete(self._path, params={"force": "true"}).raise_for_status()
 
     @property
     def path(self) -> str:
