@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,15 @@ class Query:
     """A query that notes the values of its batches, in the order of their tasks."""
 
     def __init__(
-        self, spark: SparkSession, broker: DevBroker, topic: ScalableTopic, folder: Path
+        self,
+        spark: SparkSession,
+        broker: DevBroker,
+        topic: ScalableTopic | str,
+        folder: Path,
     ) -> None:
-        self._spark, self._broker, self._topic, self._folder = spark, broker, topic, folder
+        """Takes a topic, or a pattern as text."""
+        self._spark, self._broker, self._folder = spark, broker, folder
+        self._topics = {"topicsPattern": topic} if isinstance(topic, str) else {"topic": topic.name}
         self.batches: dict[int, list[str]] = {}
 
     def note(self, rows: DataFrame, number: int) -> None:
@@ -47,7 +54,7 @@ class Query:
     def _where(self) -> dict[str, str]:
         return {
             "service.url": self._broker.service_url, "admin.url": self._broker.admin_url,
-            "topic": self._topic.name,
+            **self._topics,
         }  # fmt: skip
 
     def table(self, **options: str) -> DataFrame:
@@ -149,3 +156,39 @@ def test_a_bounded_read_has_all_segments_and_takes_filters(
             spark.conf.unset("spark.sql.python.filterPushdown.enabled")
         with pytest.raises(AnalysisException, match="a position belongs to one segment"):
             query.table(startingOffsets='{"a": "3:7"}').count()
+
+
+def test_a_pattern_takes_all_matching_topics_in_streams_bounded_runs_and_reads(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    prefix, draw = f"spark-{uuid.uuid4().hex[:12]}", random.Random(6)
+    query = Query(spark, dev_broker, f"topic://public/default/{prefix}-.*", tmp_path)
+
+    def rows() -> int:
+        return len(query.got)
+
+    with ExitStack() as open_topics:
+        topics: list[ScalableTopic] = []
+        for segments in (2, 1):
+            made = ScalableTopic(dev_broker, segments, prefix=prefix)
+            topics.append(open_topics.enter_context(closing(made)))
+            made.keep()
+            made.publish(50)
+        with query.running(4):
+            wait_until(lambda: rows() == 100, END_S)
+            topics.append(
+                open_topics.enter_context(closing(ScalableTopic(dev_broker, 2, prefix=prefix)))
+            )
+            topics[-1].keep()
+            topics[-1].publish(50)
+            wait_until(lambda: rows() == 150, END_S)
+        for topic in topics:
+            topic.change(draw)
+            topic.publish(50)
+        query.available_now(3)
+        assert rows() == 300
+        table = query.table()
+        assert table.count() == 300
+        assert {row["__topic"].rpartition("/")[0] for row in table.select("__topic").collect()} == {
+            topic.name.replace("topic://", "segment://") for topic in topics
+        }
