@@ -40,9 +40,9 @@ OPTIONS = (
         "topicsPattern",
         "topics_pattern",
         "Topics whose whole name matches a Python regular expression: `regex` (in "
-        "`public/default`), `tenant/namespace/regex` or `persistent://tenant/namespace/regex`. "
-        "The name excludes the partition suffix. System topics (`__...`) never match. Needs "
-        "`admin.url`.",
+        "`public/default`), `tenant/namespace/regex` or `persistent://tenant/namespace/regex`; "
+        "of scalable topics, `topic://tenant/namespace/regex`. The name excludes the partition "
+        "suffix. System topics (`__...`) never match. Needs `admin.url`.",
     ),
     Option(
         "partitionDiscoveryIntervalMillis",

@@ -97,6 +97,61 @@ OF_SCALABLE_TOPICS = (
         ),
     ),
     Mutant(
+        name="let a pattern of persistent topics match scalable ones",
+        promise="A pattern matches one kind of topics.",
+        edits=(
+            Edit(
+                "keyshard/core/topic_pattern.py",
+                "        name = topic.removeprefix(self._base)\n",
+                "        name = topic.partition(self._base.partition('://')[2])[2] or topic\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_topic_pattern",
+                "test_a_pattern_matches_whole_names_of_one_namespace",
+            ),
+        ),
+    ),
+    Mutant(
+        name="trust the watch of a topic that was reported",
+        promise="A topic that is deleted, or created again, is noticed at once.",
+        edits=(
+            Edit(
+                "keyshard/broker/topics.py",
+                "                self.scalable.look_again(filter(is_scalable, selected))\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_scalable_patterns",
+                "test_a_topic_that_is_deleted_and_created_again_at_once_is_consumed_from_its_beginning",
+            ),
+            killer(
+                "runtime/test_scalable_patterns",
+                "test_a_named_topic_that_is_created_again_is_reported_too",
+            ),
+        ),
+    ),
+    Mutant(
+        name="trust the watch of a topic that is not listed any more",
+        promise="A deleted topic is dropped in the next round.",
+        edits=(
+            Edit(
+                "keyshard/broker/topics.py",
+                "            self.scalable.exist_only(found)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_scalable_patterns",
+                "test_a_deleted_topic_is_dropped_in_the_next_round_without_a_report",
+            ),
+        ),
+    ),
+    Mutant(
         name="subscribe each range of a segment",
         promise="Order: entries of mixed keys come to one consumer, in their order.",
         edits=(

@@ -177,6 +177,17 @@ def test_a_topic_that_is_deleted_and_created_again_at_once_is_consumed_from_its_
     namespace.check()
 
 
+def test_a_deleted_topic_is_dropped_in_the_next_round_without_a_report(
+    namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace.cluster, "watch_topics", lambda *_: None)
+    namespace.create("orders-a", "orders-b")
+    with namespace.running(source_of()) as coordinator:
+        namespace.scalable.delete(BASE + "orders-a")
+        coordinator.discovery.round()
+        assert segments(coordinator) == 1
+
+
 def test_twenty_topics_that_are_created_at_once_are_consumed(namespace: Namespace) -> None:
     names = [f"orders-{number}" for number in range(20)]
     with namespace.running(source_of()) as coordinator:

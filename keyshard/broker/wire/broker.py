@@ -77,7 +77,9 @@ class WireBroker:
             self._credentials,
             connection.operation_timeout_ms / 1000,
         )
-        self._scalable = ScalableWatches(self._shared.pool)
+        self._segments = ScalableWatches(self._shared.pool)
+        self._namespaces = ScalableWatches(self._shared.pool)
+        # Not one for both: the list of a large namespace may end its connection.
         self._lock = threading.Lock()
         self._handles: weakref.WeakSet[WireConsumer | WireReader | WireProducer] = weakref.WeakSet()
         self._closed = False
@@ -131,14 +133,14 @@ class WireBroker:
         timeout_s = min(self._shared.timeout_s, WATCH_S)
         try:
             if prefix.startswith(SCALABLE):
-                return self._scalable.of_topics(prefix, report, timeout_s)
+                return self._namespaces.of_topics(prefix, report, timeout_s)
             return self._shared.pool.watch(prefix, report, timeout_s)
         except RefusedError as exc:
             raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> WireSegmentWatch:
         try:
-            return self._scalable.of_segments(topic, changed, self._shared.timeout_s)
+            return self._segments.of_segments(topic, changed, self._shared.timeout_s)
         except RefusedError as exc:
             error = error_of(exc, "look up", topic, topic, self._credentials.who())
             if isinstance(error, TopicNotFoundError) and ABSENT not in exc.said:

@@ -1,7 +1,7 @@
 """Watches the scalable topics of a namespace, and the segments of single topics.
 
-Each watch is a session of the protocol, and all sessions share a connection of their own. The
-broker answers the command that opens a session, and then pushes changes. Of a topic it sends the
+Each watch is a session of the protocol, and sessions share a connection of their own. The broker
+answers the command that opens a session, and then pushes changes. Of a topic it sends the
 whole graph of the segments again, of a namespace the names of created and deleted topics. Source:
 ``spec/scalable-topics/wire-protocol.md`` of Pulsar, sections 4 and 7.
 """
@@ -158,7 +158,7 @@ class WireNamespaceWatch(_Watch):
 
 
 class ScalableWatches:
-    """The watches of one client, on a connection that nothing else uses.
+    """Watches on a connection that nothing else uses.
 
     Args:
         pool: Opens the connection.
