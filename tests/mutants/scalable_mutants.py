@@ -126,10 +126,6 @@ OF_SCALABLE_TOPICS = (
         killers=(
             killer(
                 "runtime/test_scalable_patterns",
-                "test_a_topic_that_is_deleted_and_created_again_at_once_is_consumed_from_its_beginning",
-            ),
-            killer(
-                "runtime/test_scalable_patterns",
                 "test_a_named_topic_that_is_created_again_is_reported_too",
             ),
         ),
