@@ -7,14 +7,14 @@ import warnings
 from dataclasses import dataclass, field
 
 from keyshard.core.position.entry import TopicPartition, is_system_topic
-from keyshard.core.topic_segments import SCALABLE
+from keyshard.core.topic_segments import SCALABLE, UNESCAPED
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
 _LITERAL = re.compile(r"[-\w]*(?![*?{])", re.ASCII)
 """The characters that a regular expression begins with and that stand for themselves."""
-_SCALABLE_NAME = re.compile(r"[^/\s]+")
+_SCALABLE_NAME = re.compile(rf"[-.~\w{re.escape(UNESCAPED)}]+", re.ASCII)
 PERSISTENT = "persistent://"
 """Beginning of the name of a persistent topic."""
 DEAD_LETTERS = "-DLQ"
@@ -89,7 +89,8 @@ class TopicPattern:
                 "'persistent://tenant/namespace/regex', with plain names of tenant and namespace. "
                 "For scalable topics, write 'topic://tenant/namespace/regex'.",
             )
-        return cls(*parts, f"{domain}://")
+        tenant, namespace, regex = parts
+        return cls(tenant, namespace, regex, f"{domain}://")
 
     @property
     def is_scalable(self) -> bool:
@@ -117,7 +118,7 @@ class TopicPattern:
         name = topic.removeprefix(self._base)
         return (
             name != topic
-            # 5.0.1 also lists names with other characters, and does not find these topics.
+            # 5.0.1 also lists other names, but registers no subscription of these topics.
             and not (self.is_scalable and _SCALABLE_NAME.fullmatch(name) is None)
             and not is_system_topic(name)
             and not name.endswith(DEAD_LETTERS)

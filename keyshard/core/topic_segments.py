@@ -26,6 +26,9 @@ SCALABLE = "topic://"
 """Beginning of the name of a scalable topic."""
 SEGMENT = "segment://"
 """Beginning of the name of a segment."""
+UNESCAPED = "=:!$&'()*,@"
+"""Characters beside letters, digits and ``-._~`` that need no escape in a URL. The admin interface
+of 5.0.1 does not find a scalable topic if a character of its name is escaped."""
 HASHES = 1 << 16
 """Number of hashes by which keys belong to segments."""
 

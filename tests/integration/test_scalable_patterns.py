@@ -36,7 +36,7 @@ class Topics:
         self._broker = broker
         self._open = ExitStack()
         self._lock = threading.Lock()
-        self.prefix = f"pattern-{uuid.uuid4().hex[:12]}"
+        self.prefix = f"pattern:={uuid.uuid4().hex[:12]}"
         self.got: defaultdict[str, list[str]] = defaultdict(list)
 
     def create(self, segments: int = 1) -> ScalableTopic:

@@ -74,6 +74,8 @@ def test_each_name_that_matches_has_the_prefix(regex: str, data: st.DataObject) 
         ("topic://public/default/.*", "topic://public/default/__orders", False),
         ("topic://public/default/.*", "topic://public/default/a b", False),
         ("topic://public/default/.*", "topic://public/default/a/b", False),
+        ("topic://public/default/.*", "topic://public/default/é", False),
+        ("topic://public/default/.*", "topic://public/default/a:b=c(d)", True),
     ],
 )
 def test_a_pattern_matches_whole_names_of_one_namespace(

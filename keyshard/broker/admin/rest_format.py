@@ -13,7 +13,14 @@ from keyshard.broker.admin.http import UNEXPECTED
 from keyshard.core.position.entry import EntryId, TopicPartition, namespace_of
 from keyshard.core.releases import denies_partition
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.core.topic_segments import SCALABLE, SEGMENT, is_scalable, is_segment, topic_of
+from keyshard.core.topic_segments import (
+    SCALABLE,
+    SEGMENT,
+    UNESCAPED,
+    is_scalable,
+    is_segment,
+    topic_of,
+)
 from keyshard.redaction import shown
 
 _UNEXPECTED = re.compile(r"unexpected error occurred in the server ---\s+Message: (.*)")
@@ -35,7 +42,7 @@ def topic_path(topic: str) -> str:
 
 def scalable_path(topic: str) -> str:
     """Return the path of a scalable topic."""
-    return f"scalable/{quote(topic.removeprefix(SCALABLE))}"
+    return f"scalable/{quote(topic.removeprefix(SCALABLE), safe='/' + UNESCAPED)}"
 
 
 def stats_path(topic_partition: TopicPartition, *, oldest: bool = False) -> str:
