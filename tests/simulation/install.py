@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from random import Random
 from types import ModuleType
 from typing import Any
 
+from keyshard.handlers import run
+from keyshard.observe import monitor
 from keyshard.threads import Pool as RealPool
 from tests.simulation.primitives import Pool, RandomModule, SecretsModule, Threading, Time, wait
 from tests.simulation.scheduler import Scheduler
@@ -42,6 +44,24 @@ def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for holder, name, value in before:
             setattr(holder, name, value)
+
+
+class _Control:
+    """Replaces the control socket."""
+
+    def __init__(self, *_: object, **_named: object) -> None:
+        """Ignore the arguments, and serve no requests."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def without_outside() -> AbstractContextManager[None]:
+    """Let handlers run without a control socket, and without a watch of the real main thread."""
+    return replaced(
+        (monitor, "ControlServer", _Control),
+        (run, "stopping_with_program", lambda *_: nullcontext()),
+    )
 
 
 @contextmanager

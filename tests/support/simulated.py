@@ -2,8 +2,9 @@
 
 The threads of the test, of keyshard and of the helpers are simulated: one runs at a time, the seed
 decides which, and waits take no time. The same seed gives the same course. Fixtures run outside, so
-the body makes all objects with threads, locks or events. The scheduler ends all threads with the
-body.
+the body makes all objects with threads, locks or events; only an in-memory cluster may come from a
+fixture, because no thread waits while it holds the lock of one. The scheduler ends all threads with
+the body.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from tests.simulation.install import installed
+from tests.simulation.install import installed, without_outside
 from tests.simulation.scheduler import Scheduler
 
 OF_TESTS = ("tests.helpers", "tests.support.", "keyshard.testing.verify.")
@@ -27,5 +28,5 @@ def run_simulated(test: Callable[..., None], arguments: dict[str, Any], seed: in
     random = Random(seed)
     scheduler = Scheduler(random)
     helpers = {name for name in sys.modules if name.startswith(OF_TESTS)} - {REAL}
-    with installed(scheduler, random, helpers | {test.__module__}):
+    with installed(scheduler, random, helpers | {test.__module__}), without_outside():
         scheduler.run(scheduler.process("test"), lambda: test(**arguments))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar, NoReturn
 
@@ -28,7 +27,7 @@ from tests.simulation.handling.shape import Shape
 from tests.simulation.handling.starts import Starts
 from tests.simulation.handling.storage import simulated_files
 from tests.simulation.handling.trials import Trial
-from tests.simulation.install import installed
+from tests.simulation.install import installed, replaced, without_outside
 from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import value_of
@@ -103,7 +102,8 @@ class HandlerWorld:
         """Run it to its end, or to the first broken promise."""
         disks: dict[str, Any] = {program.name: program for program in self.programs}
         with (
-            _without_outside(self._admin),
+            without_outside(),
+            replaced((monitor, "connect_admin", self._admin)),
             installed(self.scheduler, Random(f"{self.seed}:waits")),
             small_checkpoints(),
             simulated_files(disks),
@@ -414,31 +414,3 @@ class HandlerWorld:
             one.network for one in self.programs if connection.admin_url == f"memory://{one.name}"
         ]
         return Admin(network)
-
-
-class _Control:
-    """Replaces the control socket."""
-
-    def __init__(self, *_: object, **_named: object) -> None:
-        """Ignore the arguments, and serve no requests."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-@contextmanager
-def _without_outside(connect_admin: Callable[[Connection], Admin]) -> Iterator[None]:
-    """Handler runs without control socket and signals, and with a simulated admin interface."""
-    stand_ins = [
-        (monitor, "ControlServer", _Control),
-        (monitor, "connect_admin", connect_admin),
-        (run, "stopping_with_program", lambda *_: nullcontext()),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
-    for module, name, value in stand_ins:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
