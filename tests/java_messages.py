@@ -30,12 +30,12 @@ from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
 from tests.proofs.runner import ENDLESS, Options, Outcomes, Proof, outcome_of
 from tests.stored_entries import reference_only
-from tests.support.deadlines import in_time
+from tests.support.deadlines import deadline, in_time
 from tests.support.java_client import JavaClient
 from tests.support.tested_pulsar import PULSAR
 
 RANGES = 3
-DEADLINE_S = 60.0
+DEADLINE_S = deadline(60)
 BYTES_MAX = 100_000
 COMPRESSIONS = ("NONE", "LZ4", "ZLIB", "ZSTD", "SNAPPY")
 BATCHING = (None, "DEFAULT", "KEY_BASED")

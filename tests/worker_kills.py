@@ -31,12 +31,13 @@ from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from keyshard.workers.backends import connect_source
 from tests.proofs.runner import Options, Outcome, Outcomes, Proof
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 
 PARTITIONS = 3
 STOPPED_S = 6.0
 """How long a worker is stopped: beyond its lease, seconds."""
-WAIT_S = 60.0
+WAIT_S = deadline(60)
 """Longest wait for a batch, seconds."""
 
 

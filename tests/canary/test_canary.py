@@ -35,6 +35,9 @@ OVERTAKE = Edit(
     "            queue.work.append(work)\n",
     "            queue.work.insert(min(1, len(queue.work)), work)\n",
 )
+KEEP_WHAT_IS_GONE = Edit(
+    "keyshard/core/window/window.py", "            del self.known[topic_partition]\n", ""
+)
 LIMIT_S = 300
 
 
@@ -59,6 +62,11 @@ CANARIES = (
         LOSE_ENTRIES,
         "contract/test_reader.py"
         "::test_a_reader_gives_whole_entries_in_order_from_its_start[wire-2]",
+    ),
+    Canary(
+        "clock",
+        KEEP_WHAT_IS_GONE,
+        "scale/test_window.py::test_a_gone_topic_partition_without_any_row_is_forgotten_at_once",
     ),
     Canary(
         "broker",

@@ -49,15 +49,15 @@ from tests.chaos.cluster import Cluster
 from tests.contract.raw_protocol import ABORT, COMMIT, RawConnection
 from tests.helpers import wait_until
 from tests.proofs.runner import Options, Outcomes, Proof, outcome_of
-from tests.support.deadlines import joined
+from tests.support.deadlines import deadline, joined
 
 TIMEOUT_MS = 6_000
 """``operation_timeout_ms`` of reads."""
-DEADLINE_S = 45.0
+DEADLINE_S = deadline(45)
 """A read that takes longer has no end: several waits of ``TIMEOUT_MS``, and a restart."""
-ASK_S = 60.0
+ASK_S = deadline(60)
 """Longest time of a request of an administrator, with what the broker refuses meanwhile."""
-CHAIN_END_S = 180.0
+CHAIN_END_S = deadline(180)
 """Most seconds until a chain of reads has all messages after the last one was published."""
 COORDINATOR = "/lookup/v2/topic/persistent/pulsar/system/transaction_coordinator_assign-partition-0"
 LATER_MS = 1 << 60

@@ -18,6 +18,7 @@ from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.plan import KEEP_ALIVE_S, PARTITIONS
 from tests.chaos.proxy import TcpProxy
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/chaos"
@@ -33,8 +34,8 @@ FORGETFUL = {
 """Settings of every broker."""
 
 _PATH = "/admin/v2/persistent/public/default/chaos"
-_START_S = 150.0
-_REQUEST_S = 20.0
+_START_S = deadline(150)
+_REQUEST_S = deadline(20)
 _POLL_S = 0.1
 
 

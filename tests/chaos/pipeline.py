@@ -37,7 +37,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.chaos.pipeline_query import TWO_HOSTS
 from tests.spark.spark_process import SparkProcess
-from tests.support.deadlines import DeadlineError
+from tests.support.deadlines import DeadlineError, deadline
 from tests.support.tested_pulsar import PULSAR
 
 IN, OUT, SUBSCRIPTION = "chaos-in", "chaos-out", "chaos"
@@ -46,7 +46,7 @@ KEYS = 300
 BATCHES = 60
 """Batches of a whole run, about."""
 RANGES = (2, 10)
-PROGRESS_S = 300.0
+PROGRESS_S = deadline(300)
 """Longest time without a committed batch, seconds."""
 POLL_S = 0.2
 MESSAGES_PER_MINUTE = 10_000

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from keyshard.testing.verify.checkers import Verdict, check
 from keyshard.testing.verify.history import Event, Name
 from keyshard.testing.verify.history_view import HistoryView, HostKind
+from tests.support.deadlines import deadline
 
 BROKER = "broker"
 """Its name in the history."""
-LIVENESS_S = 120.0
+LIVENESS_S = deadline(120)
 """Once the faults have stopped, everything is done in this time, seconds. The client waits up to
 60 s before it tries to connect again."""
 

@@ -40,6 +40,7 @@ from tests.chaos.report import (
 from tests.chaos.several import SeveralBrokers
 from tests.chaos.stream import WORKER, Settings
 from tests.chaos.stream_process import StreamFailedError, StreamProcess, write
+from tests.support.deadlines import deadline
 
 FORGOTTEN = "acknowledgements forgotten"
 """A kind of fault that is not injected but found in the history of broker deaths."""
@@ -57,8 +58,8 @@ _RATE_PER_S = 120.0
 _JAVA_KEYS = 15
 """Number of keys of bytes, and of keys of text."""
 _JAVA_RATE_PER_S = 45.0
-_PROGRESS_S = 120.0
-_STEP_S = 30.0
+_PROGRESS_S = deadline(120)
+_STEP_S = deadline(30)
 _POLL_S = 0.1
 _ACKNOWLEDGED_S = 1.5
 """Time in which acknowledgements gather before the broker is killed, seconds."""

@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -53,10 +52,10 @@ from tests.chaos.query_process import QueryProcess
 from tests.chaos.report import BROKER, judge, text_of, unchecked, wrongs_of_handlers
 from tests.chaos.stream import Settings
 from tests.chaos.stream_process import StreamProcess, write
-from tests.proofs.runner import Options, Outcome, Outcomes, Proof
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof, failed
 from tests.support.deadlines import deadline, in_time
 from tests.support.java_client import JavaClient
-from tests.support.machine import Since, trouble
+from tests.support.machine import Since
 from tests.support.scalable_topic import ScalableTopic
 
 SEGMENTS_MAX = 4
@@ -72,7 +71,7 @@ CHANGES_PER_KILL = (1, 4)
 """Changes from one kill of the program to the next. The first one follows the first change."""
 CHANGE_S = 0.5
 """A change that a kill of the broker interrupts is asked for this long before it, seconds."""
-STEP_S = 30.0
+STEP_S = deadline(30)
 """Longest wait for the step at which the program is killed, seconds."""
 PROGRESS_S = deadline(120)
 """Longest time without progress, seconds."""
@@ -423,8 +422,7 @@ def _outcome(seed: int, shape: Shape) -> Outcome:
     try:
         report = ScalableChaos(directory, seed, shape, say).run()
     except Exception as exc:  # noqa: BLE001 - each error fails its seed
-        why = trouble(exc, since)
-        return Outcome(seed, "" if why else traceback.format_exc(), trouble=why or "")
+        return failed(seed, exc, since)
     say(text_of(report.verdicts, report.problems))
     figures = Counter(report.figures)
     if not report.holds:

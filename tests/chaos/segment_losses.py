@@ -29,12 +29,13 @@ from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevCluster
 from tests.chaos.segment_tasks import AUTO, COLUMNS, Outcome, attempted
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.dropped_ledgers import is_dropped
 
 READ_BEFORE = 2
 """Splits that are read before ledgers are deleted."""
-LIMIT_S = 480.0
-GONE_S = 120.0
+LIMIT_S = deadline(480)
+GONE_S = deadline(120)
 """Longest time until ledgers are deleted, and dropped by bookies."""
 RETENTION = "/admin/v2/namespaces/public/default/retention"
 ALL_KEPT = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}

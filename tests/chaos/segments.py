@@ -33,6 +33,7 @@ from keyshard.testing.verify.workloads import Workload, produce
 from tests.chaos.segment_losses import READ_BEFORE, Losses, wait_for
 from tests.chaos.segment_tasks import AUTO, attempted, quiet, read
 from tests.proofs.runner import Options, Outcome, Outcomes, Proof
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/history"
@@ -45,7 +46,7 @@ READERS = 2
 AWAY_S = 6.0
 """How long a member fails: longer than a reader waits for a silent bookie."""
 BETWEEN_S = 3.0
-LIMIT_S = 480.0
+LIMIT_S = deadline(480)
 """Longest time of all reads under faults."""
 LOG_HEAD, CHANGED_EVERY = 4_096, 20_000
 """Bytes of an entry log that stay right at its beginning, and the distance of changed ones."""

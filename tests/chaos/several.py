@@ -16,10 +16,11 @@ from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.cluster import FORGETFUL, TOPIC, Cluster
 from tests.chaos.plan import PARTITIONS
 from tests.chaos.proxy import Proxies, TcpProxy
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 
-_REQUEST_S = 20.0
-_START_S = 150.0
+_REQUEST_S = deadline(20)
+_START_S = deadline(150)
 _BOOKIES = 2
 _LOOK_S = 15.0
 """Time between two looks at the bookies, seconds."""

@@ -18,11 +18,12 @@ import psutil
 
 from keyshard.testing.verify.history import Event, HistoryWriter
 from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status
+from tests.support.deadlines import deadline
 from tests.support.observed import is_live_worker
 
 ROOT = Path(__file__).parents[2]
 _LOG_LINES = 25
-_STOP_S = 40.0
+_STOP_S = deadline(40)
 
 
 class StreamFailedError(Exception):

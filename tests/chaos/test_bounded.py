@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.chaos.stream_process import ROOT
-from tests.support.deadlines import deadline
+from tests.support.proof_run import hold
 
 SEED, SEEDS = 0, 3
 LIMIT_S = 540
@@ -18,14 +14,8 @@ LIMIT_S = 540
 @pytest.mark.broker
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_a_bounded_read_gives_the_stored_messages_or_fails_by_name() -> None:
-    command = [sys.executable, "-m", "tests.proofs", "bounded", "--seed-start", str(SEED)]
-    run = subprocess.run(
-        [*command, "--seeds", str(SEEDS), "--minutes", "8"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=deadline(LIMIT_S),
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{SEEDS} of {SEEDS} seeds hold" in run.stdout
+    output = hold(
+        "bounded", "--seed-start", str(SEED), "--seeds", str(SEEDS), "--minutes", "8",
+        limit_s=LIMIT_S,
+    )  # fmt: skip
+    assert f"{SEEDS} of {SEEDS} seeds hold" in output

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 
 from tests.chaos.plan import Subject
 from tests.chaos.runner import FORGOTTEN
-from tests.chaos.stream_process import ROOT
-from tests.support.deadlines import deadline
+from tests.support.proof_run import hold
 
 SEED = 1
 EMBEDDED = "embedded"
@@ -49,20 +46,11 @@ def test_every_promise_holds_when_one_of_two_brokers_fails_or_hands_over(tmp_pat
 def chaos(folder: Path, subject: Subject, brokers: int = 1) -> dict[str, Any]:
     """A run of one round; its figures."""
     figures = folder / "figures.json"
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.proofs", "chaos", "--fault-minutes", "0"),
-            *("--seed-start", str(SEED)),
-            *("--subject", subject.value, "--workers", EMBEDDED, "--json", str(figures)),
-            *("--brokers", str(brokers)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=deadline(LIMIT_S),
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    hold(
+        "chaos", "--fault-minutes", "0", "--seed-start", str(SEED), "--subject", subject.value,
+        "--workers", EMBEDDED, "--json", str(figures), "--brokers", str(brokers),
+        limit_s=LIMIT_S,
+    )  # fmt: skip
     result: dict[str, Any] = json.loads(figures.read_text())
     assert result["holds"]
     assert result["violations"] == 0

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.chaos.stream_process import ROOT
-from tests.support.deadlines import deadline
+from tests.support.proof_run import hold
 from tests.support.tested_pulsar import PULSAR
 
 SEED, MESSAGES = 4, 8_000
@@ -21,14 +17,8 @@ LIMIT_S = 300
 @pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize("subject", ["handlers", "stream"])
 def test_order_holds_when_segments_change_and_the_program_is_killed(subject: str) -> None:
-    command = [sys.executable, "-m", "tests.proofs", "scalable", "--seed-start", str(SEED)]
-    run = subprocess.run(
-        [*command, "--messages", str(MESSAGES), "--subject", subject],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=deadline(LIMIT_S),
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 of 1 seeds hold" in run.stdout
+    output = hold(
+        "scalable", "--seed-start", str(SEED), "--messages", str(MESSAGES), "--subject", subject,
+        limit_s=LIMIT_S,
+    )  # fmt: skip
+    assert "1 of 1 seeds hold" in output

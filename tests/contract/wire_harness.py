@@ -23,7 +23,7 @@ WRITE_S = math.ceil(deadline(5))
 """Time after which the broker of the failing harness gives up a write to its bookie, seconds.
 
 A case has so long to send and ask while writes are held."""
-SHUTS_DOWN_S = 5.0
+SHUTS_DOWN_S = deadline(5)
 """Time within which a bookie shuts down that will."""
 
 

@@ -11,7 +11,7 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from tests.fuzz.promises import Cluster, Ended, promise
 from tests.fuzz.values import text
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 
 _EVENTS_MS = (
     0, 1, -1, 1_700_000_000_000, 1_700_000_000_000_000, 1_700_000_000_000_000_000, 2**63 - 1,
@@ -82,7 +82,8 @@ def _opened(source: KeyShardSource, count: int, random: Random) -> list[tuple[An
     got: list[tuple[Any, ...]] = []
     end = time.monotonic() + _WAIT_S
     with source.open() as stream:
-        while len(got) < count and time.monotonic() < end:
+        while len(got) < count:
+            in_time(end, f"{len(got)} of {count} messages came")
             batch = stream.next_batch(timeout_s=0.5, rows_max=random.choice((None, 1, 3)))
             if batch is not None:
                 for records in batch:

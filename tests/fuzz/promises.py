@@ -11,7 +11,7 @@ from typing import Any
 from keyshard.broker.memory import MemoryCluster, cluster
 from keyshard.errors import KeyShardError, NotRunningError
 from tests.fuzz.values import SECRET
-from tests.support.deadlines import deadline
+from tests.support.deadlines import DeadlineError, deadline, in_time
 
 END_S = deadline(30)
 """Longest time of one call that the fuzzer makes, seconds."""
@@ -29,6 +29,13 @@ def promise(holds: object, what: str) -> None:
     """Raise where something does not hold."""
     if not holds:
         raise BrokenPromiseError(what)
+
+
+def promise_in_time(holds: object, end_s: float, what: str) -> None:
+    """Raise where something does not hold: a ``DeadlineError`` if the time for it has passed."""
+    if not holds:
+        in_time(end_s, what)
+    promise(holds, what)
 
 
 def refused(call: Callable[[], Any], what: str) -> Any:
@@ -49,6 +56,8 @@ def refused(call: Callable[[], Any], what: str) -> Any:
         )
         promise(SECRET not in text + repr(error), f"{what}: an error shows a secret: {text}")
         return error
+    except DeadlineError:
+        raise
     except Exception as error:
         raise BrokenPromiseError(
             f"{what}: a raw {type(error).__name__}\n{''.join(traceback.format_exception(error))}"
@@ -85,7 +94,8 @@ class Ended:
     def join(self) -> Any:
         """The result of :func:`refused`."""
         self._thread.join(END_S)
-        promise(not self.alive, f"{self._what}: not at its end after {END_S:.0f} s")
+        if self.alive:
+            raise DeadlineError(f"{self._what}: not at its end after {END_S:.0f} s")
         if self._broken is not None:
             raise self._broken
         return self.result

@@ -7,9 +7,9 @@ import logging
 import multiprocessing
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from random import Random
 
 from tests.fuzz import (
@@ -21,8 +21,9 @@ from tests.fuzz import (
     options,
     protobuf_values,
 )
-from tests.proofs.runner import Options, Outcome, Outcomes, Proof
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof, failed
 from tests.support.deadlines import deadline
+from tests.support.machine import Since
 
 TARGETS: tuple[Callable[[Random, str], None], ...] = (
     options.source_options,
@@ -41,22 +42,22 @@ HANG_S = deadline(120)
 """Time after which the process of a seed is ended, seconds."""
 
 
-def run_seed(seed: int) -> tuple[int, str]:
-    """The seed, and the broken promise: empty if there is none."""
-    target = TARGETS[seed % len(TARGETS)]
+def run_seed(seed: int) -> Outcome:
+    """Run a seed; return its outcome."""
+    target, since = TARGETS[seed % len(TARGETS)], Since()
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     try:
         target(Random(f"fuzz:{seed}"), f"fuzz-{seed}")
-    except Exception:  # noqa: BLE001 - whatever it is, it fails the seed
-        return seed, f"{target.__name__}: {traceback.format_exc()}"
+    except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the seed
+        return replace(failed(seed, exc, since), details=f"by {target.__name__}")
     finally:
         faulthandler.cancel_dump_traceback_later()
         logging.disable(logging.NOTSET)
-    return seed, ""
+    return Outcome(seed)
 
 
-def run_seeds(first: int, count: int, processes: int) -> Iterator[tuple[int, str]]:
+def run_seeds(first: int, count: int, processes: int) -> Iterator[Outcome]:
     """Run seeds in their order."""
     context = multiprocessing.get_context("spawn")
     # A hostile checkpoint may be a relative path.
@@ -69,8 +70,7 @@ def run_seeds(first: int, count: int, processes: int) -> Iterator[tuple[int, str
 
 def _outcomes(_: Options, seeds: range) -> Outcomes:
     processes = len(os.sched_getaffinity(0))
-    for seed, error in run_seeds(seeds.start, len(seeds), processes):
-        yield Outcome(seed, error)
+    yield from run_seeds(seeds.start, len(seeds), processes)
 
 
 PROOF = Proof(_outcomes, seeds=1_000, seed_start=0)

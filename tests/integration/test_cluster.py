@@ -22,7 +22,7 @@ from tests.support.tested_pulsar import PULSAR
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
 PARTITIONS = 4
-START_S = 20.0
+START_S = deadline(20)
 """Longest start with a host in the URL that takes connections and never answers, seconds."""
 GOES_ON_S = deadline(20)
 """Longest time until a broker delivers new messages while the other one fails."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,15 @@ from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import KeyShardError, LimitReachedError, SubscriptionInUseError
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
-from tests.support.deadlines import in_time
+from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
-SOON_S = 12.0
-"""Below ``subscribe_timeout_ms`` and ``operation_timeout_ms``, also on a busy machine."""
+SOON_S = deadline(12)
+"""Longest time until a limit is named, seconds."""
+HOUR_MS = 3_600_000
+"""``subscribe_timeout_ms`` that a test cannot wait for."""
 BATCH = pa.record_batch({"value": [b"1", b"2"], "__key": ["a", "b"]})
 BROKER_LIMIT = 5
 """``maxSameAddressConsumersPerTopic`` and ``maxConsumersPerSubscription`` of the broker."""
@@ -74,6 +76,7 @@ def source(broker: DevBroker, topic: str, **options: Any) -> KeyShardSource:
         subscription=options.pop("subscription", "s"),
         connection=options.pop("connection", without_admin),
         starting_position=options.pop("starting_position", "earliest"),
+        subscribe_timeout_ms=options.pop("subscribe_timeout_ms", HOUR_MS),
         **options,
     )
 
@@ -99,6 +102,18 @@ def subscribed(client: pulsar.Client, topic: str, subscription: str) -> Iterator
     consumer = client.subscribe(topic, subscription)
     yield
     consumer.close()
+
+
+@contextmanager
+def three_others(client: pulsar.Client, topic: str) -> Iterator[None]:
+    """Consumers of other applications, as many as the limit of a topic.
+
+    If one place were left, a broker might admit several consumers that subscribe at once.
+    """
+    with ExitStack() as stack:
+        for name in ("other-app", "second-app", "third-app"):
+            stack.enter_context(subscribed(client, topic, name))
+        yield
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
@@ -145,7 +160,7 @@ def test_consumers_of_another_application_are_named_beside_the_limit(
 ) -> None:
     topic = limited(broker, topic_name, maxConsumersPerTopic=3)
     connection = broker.connection if with_admin else replace(broker.connection, admin_url=None)
-    with subscribed(client, topic, "other-app"):
+    with three_others(client, topic):
         one = source(broker, topic, parallelism=3, connection=connection)
         text = refused(opened(one))
     assert "Topic reached max consumers limit" in text
@@ -161,7 +176,7 @@ def test_with_pulsar_client_only_the_admin_interface_names_the_limit(
     topic = limited(broker, topic_name, maxConsumersPerTopic=3)
     hidden = replace(broker.connection, transport=CLIENT, admin_url=None)
     seen = replace(broker.connection, transport=CLIENT)
-    with subscribed(client, topic, "other-app"):
+    with three_others(client, topic):
         options: dict[str, Any] = {"parallelism": 3, "subscribe_timeout_ms": 2_000}
         text = refused(opened(source(broker, topic, connection=seen, **options)))
         assert "maxConsumersPerTopic" in text

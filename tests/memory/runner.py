@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from tests.memory.backlog_broker import BacklogBroker
 from tests.memory.shape import WAYS, Shape, drawn
-from tests.proofs.runner import Options, Outcome, Outcomes, Proof
-from tests.support.deadlines import deadline
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof, failed
+from tests.support.deadlines import DeadlineError, deadline
+from tests.support.machine import Since
 
 TIMEOUT_S = deadline(120)
 COLUMNS = (
@@ -38,7 +39,11 @@ class Measured:
 
 
 def measure(shape: Shape) -> Measured:
-    """Read a shape in a process of its own."""
+    """Read a shape in a process of its own.
+
+    Raises:
+        DeadlineError: It did not end in time.
+    """
     broker = BacklogBroker(shape)
     try:
         done = subprocess.run(
@@ -49,8 +54,8 @@ def measure(shape: Shape) -> Measured:
             check=False,
             env=os.environ,
         )
-    except subprocess.TimeoutExpired:
-        return Measured(shape, 0, 0, f"it did not end within {TIMEOUT_S:.0f} s")
+    except subprocess.TimeoutExpired as exc:
+        raise DeadlineError(f"{shape} did not end within {TIMEOUT_S:.0f} s") from exc
     finally:
         broker.close()
     if done.returncode:
@@ -77,7 +82,12 @@ def line(seed: int, found: Measured) -> str:
 def _outcomes(given: Options, seeds: range) -> Outcomes:
     print(" ".join(name.rjust(width) for name, width in COLUMNS))
     for seed in seeds:
-        found = measure(drawn(seed, (given.way,) if given.way else WAYS))
+        since = Since()
+        try:
+            found = measure(drawn(seed, (given.way,) if given.way else WAYS))
+        except DeadlineError as exc:
+            yield failed(seed, exc, since)
+            continue
         print(line(seed, found), flush=True)
         yield Outcome(seed, found.problem, counts=Counter({"rows": found.rows}))
 

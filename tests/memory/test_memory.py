@@ -45,4 +45,4 @@ def test_a_slow_sink_takes_no_more_memory_than_the_limit(once_too_large: Shape) 
 @pytest.mark.parametrize("seed", [7, 8])
 def test_a_drawn_shape_takes_no_more_memory_than_the_limit(seed: int) -> None:
     found = measure(drawn(seed, WAYS[:-1]))  # Ray takes half a minute
-    assert not found.problem, found
+    assert not found.problem, f"seed {seed}: {found}"

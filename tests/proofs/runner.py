@@ -14,6 +14,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.machine import Since, trouble
+
 REPORT_S = 5.0
 """Time between two lines of progress, seconds."""
 ENDLESS = 10**9
@@ -65,10 +67,25 @@ class Proof:
 
 def outcome_of(seed: int, run: Callable[[int], Counter[str]]) -> Outcome:
     """Run a seed; return the counts that it returns, or the error that it raises."""
+    since = Since()
     try:
         return Outcome(seed, counts=run(seed))
-    except Exception:  # noqa: BLE001 - each error fails its seed
-        return Outcome(seed, traceback.format_exc())
+    except Exception as exc:  # noqa: BLE001 - each error fails its seed
+        return failed(seed, exc, since)
+
+
+def failed(seed: int, error: BaseException, since: Since) -> Outcome:
+    """Return the outcome of a seed that ended with an error: trouble, or a broken promise.
+
+    Args:
+        seed: The seed.
+        error: The error.
+        since: Taken when the seed began.
+    """
+    why = trouble(error, since)
+    if why:
+        return Outcome(seed, trouble=f"{error}: {why}")
+    return Outcome(seed, "".join(traceback.format_exception(error)))
 
 
 def run(name: str, proof: Proof, words: Sequence[str]) -> int:
@@ -147,12 +164,20 @@ def command(name: str, own: Sequence[argparse.Action], values: Mapping[str, Any]
         values: Their values.
         seed: The seed.
     """
-    words = ["python", "-m", "tests.proofs", name, "--seeds", "1", "--seed-start", str(seed)]
+    words: list[str] = []
     for one in own:
         value = values[one.dest]
         if value != one.default and one.dest != "json":
             words += [one.option_strings[0], *([] if one.nargs == 0 else [str(value)])]
-    return shlex.join(words)
+    return repeats(name, seed, *words)
+
+
+def repeats(name: str, seed: int, *options: str) -> str:
+    """Return the command that repeats a seed of a proof with these options."""
+    return shlex.join([
+        *("python", "-m", "tests.proofs", name),
+        *("--seeds", "1", "--seed-start", str(seed), *options),
+    ])  # fmt: skip
 
 
 def failure(outcome: Outcome, again: str) -> str:

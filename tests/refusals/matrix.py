@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,10 +24,11 @@ from keyshard.config.connection import Connection
 from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import KeyShardError
-from tests.proofs.runner import ENDLESS, Options, Outcome, Outcomes, Proof
+from tests.proofs.runner import ENDLESS, Options, Outcome, Outcomes, Proof, failed
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
 from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, unhurried, until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import DeadlineError, deadline
+from tests.support.machine import Since
 
 NAMED_S = deadline(10)
 """Longest time until a refusal ends a run or is in its status, seconds."""
@@ -117,7 +119,7 @@ REAL_TIME = (
 
 def run_cells(
     cells: tuple[Cell, ...], *, real_time: bool = False
-) -> Iterator[tuple[Cell, str, str]]:
+) -> Iterator[tuple[Cell, str, AssertionError | None]]:
     """Run cells concurrently; yields each cell, its outcome, and its error.
 
     Args:
@@ -138,17 +140,17 @@ def _check_started(run: Run) -> None:
         raise NotBegunError(f"it does not begin: {run.error}")
 
 
-def _outcome(cell: Cell, attempts: int = ATTEMPTS) -> tuple[Cell, str, str]:
+def _outcome(cell: Cell, attempts: int = ATTEMPTS) -> tuple[Cell, str, AssertionError | None]:
     cluster = Cluster()
     broker = cluster.broker()
     try:
         if cell.moment in HANDLES:
-            return cell, _of_handle(cell, broker), ""
+            return cell, _of_handle(cell, broker), None
         of = _of_dead_letters if cell.moment in DEAD_LETTER_MOMENTS else _of_source
-        return cell, of(cell, cluster, broker), ""
+        return cell, of(cell, cluster, broker), None
     except AssertionError as exc:
         if not isinstance(exc, NotBegunError) or attempts == 1:
-            return cell, "", str(exc)
+            return cell, "", exc
     finally:
         cluster.close()
     return _outcome(cell, attempts - 1)
@@ -377,7 +379,8 @@ def _of_handle(cell: Cell, broker: ScriptedBroker) -> str:
         took_s = time.monotonic() - began_s
         broker.is_well()
         made.close()
-        assert took_s < NAMED_S, f"it took {took_s:.1f} s"
+        if took_s >= NAMED_S:
+            raise DeadlineError(f"it took {took_s:.1f} s")
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -392,10 +395,12 @@ def _outcomes(given: Options, seeds: range) -> Outcomes:
         for number, cell in enumerate(cells)
         if number in seeds and given.only in str(cell)
     }
+    since = Since()
     found = run_cells(tuple(chosen.values()), real_time=given.real_time)
     for number, (cell, outcome, error) in zip(chosen, found, strict=True):
         counts = Counter({f"{cell.request} at {cell.moment}: {outcome or 'WRONG'}": 1})
-        yield Outcome(number, error and f"{cell}: {error}", counts=counts)
+        judged = failed(number, error, since) if error else Outcome(number)
+        yield replace(judged, details=str(cell), counts=counts)
 
 
 PROOF = Proof(

@@ -21,7 +21,7 @@ from keyshard.core import range_watchdog, refusal_timer
 from keyshard.errors import KeyShardError
 from keyshard.workers import backends, host, supervisor
 from tests.refusals.broker import ScriptedBroker
-from tests.support.deadlines import deadline, in_time
+from tests.support.deadlines import deadline, in_time, joined
 from tests.support.worker_servers import LocalWorker
 
 GOES_ON_S = deadline(20)
@@ -114,7 +114,7 @@ class Run:
             except KeyShardError:
                 time.sleep(0.01)
             self._thread.join(0.2)
-        assert not self._thread.is_alive(), "it does not stop"
+        joined(self._thread, 0)
 
 
 class LetterRun(Run):

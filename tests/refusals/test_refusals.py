@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.proofs.runner import repeats
 from tests.refusals.matrix import CELLS, REAL_TIME, Cell, run_cells
 
 DRAWN = 20
@@ -30,12 +31,20 @@ ALWAYS = (
 
 def test_every_refusal_is_survived_or_ends_by_name_or_is_in_the_status() -> None:
     cells = (*ALWAYS, *Random(9).sample([one for one in CELLS if one not in ALWAYS], DRAWN))
-    wrong = {str(cell): error for cell, _, error in run_cells(cells) if error}
+    wrong = {
+        f"{cell}: {error}": repeats("refusals", CELLS.index(cell))
+        for cell, _, error in run_cells(cells)
+        if error
+    }
     assert not wrong
 
 
 def test_some_refusals_are_survived_or_named_with_the_waits_of_the_product() -> None:
-    wrong = {str(cell): error for cell, _, error in run_cells(REAL_TIME, real_time=True) if error}
+    wrong = {
+        f"{cell}: {error}": repeats("refusals", REAL_TIME.index(cell), "--real-time")
+        for cell, _, error in run_cells(REAL_TIME, real_time=True)
+        if error
+    }
     assert not wrong
 
 

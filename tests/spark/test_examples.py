@@ -21,10 +21,11 @@ from tests.spark.postgres_query import SELECT, STANDS_AT, TABLE
 from tests.spark.postgres_server import postgres
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.spark.spark_topic import SparkTopic, ended, failed, in_order
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
-WITHIN_S = 180
+WITHIN_S = deadline(180)
 """Longest time of a step, with all that runs beside it, seconds."""
 ORDERS = """
 create schema shop;

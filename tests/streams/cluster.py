@@ -20,9 +20,10 @@ from keyshard.testing.devbroker import DevBroker
 from tests.contract.raw_protocol import RawConnection
 from tests.stored_entries import LZ4, NONE, ZSTD, batch_payload, keys_of, packed
 from tests.streams.values import Schema
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 
-ASK_S = 60.0
+ASK_S = deadline(60)
 _POLL_S = 0.2
 
 

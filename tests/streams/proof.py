@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import traceback
 from collections import Counter
 from pathlib import Path
 
-from tests.proofs.runner import ENDLESS, Options, Outcome, Outcomes, Proof
+from tests.proofs.runner import ENDLESS, Options, Outcome, Outcomes, Proof, failed
 from tests.streams.cluster import Broker
 from tests.streams.run import Case
+from tests.support.machine import Since
 
 SHOWN_MAX = 20
 """Most problems of a seed that are shown."""
@@ -39,12 +39,15 @@ def _outcomes(_: Options, seeds: range) -> Outcomes:
 def _run(broker: Broker, seed: int, folder: Path) -> Outcome:
     folder.mkdir()
     print(f"seed {seed}", flush=True)
-    case = Case(broker, seed, folder, lambda text: print(text, flush=True))
+    case, since = Case(broker, seed, folder, lambda text: print(text, flush=True)), Since()
+    problems = case.problems
     try:
         case.run()
-    except Exception:  # noqa: BLE001 - the next case is another one
-        case.problems.append(traceback.format_exc())
-    problems = case.problems
+    except Exception as exc:  # noqa: BLE001 - the next case is another one
+        outcome = failed(seed, exc, since)
+        if outcome.trouble and not problems:
+            return outcome
+        problems.append(outcome.error or outcome.trouble)
     error = f"{len(problems)} problems" if problems else ""
     details = "\n".join(problem[:2500] for problem in problems[:SHOWN_MAX])
     return Outcome(seed, error, details, Counter({"errors of queries": len(case.errors)}))

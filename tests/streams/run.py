@@ -32,11 +32,11 @@ from tests.streams.values import (
 )
 from tests.support.deadlines import deadline
 
-SETTLE_S = 150.0
+SETTLE_S = deadline(150)
 """Once the faults have stopped, everything is done in this time, seconds."""
 _KEYS: tuple[str | bytes | None, ...] = ("k1", "k2", "ключ", "", b"\x00\xff", b"k1", None)
-_STARTED_S = 60.0
-_STEP_S = 20.0
+_STARTED_S = deadline(60)
+_STEP_S = deadline(20)
 _POLL_S = 0.1
 FAULTS = (
     *("kill session",) * 3, "kill broker", "stop broker", "unload", "new version", "bad version",

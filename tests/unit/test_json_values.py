@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import deadline
 from tests.support.schema_values import (
     AT,
     ITEM,
@@ -75,7 +76,9 @@ def test_a_long_text_that_was_cut_off_costs_no_more_than_others() -> None:
     cut = b'{"t": "NaN' + b'\\"x' * 300_000
     began = process_time()
     rows, reasons = rows_of(jsons(record(field("t", "string"))), [b'{"t": "NaN"}'] * 8 + [cut])
-    assert process_time() - began < 10, "hours, where the search begins again at each quote"
+    assert process_time() - began < deadline(10), (
+        "hours, where the search begins again at each quote"
+    )
     assert rows[:8] == [{"t": "NaN"}] * 8
     assert list(reasons) == [8]
 
@@ -121,7 +124,7 @@ def test_a_decimal_far_out_of_range_is_refused_at_once(number: bytes, nested: bo
     bad = b'{"d":[%s]}' % number if nested else b'{"d":%s}' % number
     began = process_time()
     rows, reasons = rows_of(schema, [bad])
-    assert process_time() - began < 10, "hours, where all digits are written out"
+    assert process_time() - began < deadline(10), "hours, where all digits are written out"
     assert rows == [{"d": [None] if nested else None}]
     assert list(reasons) == [0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from tests.proofs.runner import (
     parser_of,
     run,
 )
+from tests.support import machine
+from tests.support.deadlines import DeadlineError
+from tests.support.machine import MachineError
+from tests.support.proof_run import hold
 
 BROKEN = {4, 6}
 
@@ -137,6 +143,37 @@ def test_an_error_that_a_seed_raises_breaks_it() -> None:
         raise AssertionError(f"rows of {seed} lost")
 
     assert outcome_of(3, raises).error.endswith("AssertionError: rows of 3 lost\n")
+
+
+def test_only_a_deadline_that_passed_on_a_slower_machine_is_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def outcome(error: Exception) -> Outcome:
+        def raises(_: int) -> Counter[str]:
+            raise error
+
+        return outcome_of(3, raises)
+
+    monkeypatch.setattr(machine, "measured_now", lambda: 100.0)
+    late = outcome(DeadlineError("10 messages"))
+    assert late.trouble.startswith("10 messages: the machine is ")
+    assert not late.error
+    assert "10 messages" in outcome(AssertionError("10 messages")).error
+    monkeypatch.setattr(machine, "measured_now", lambda: 0.0)
+    assert "10 messages" in outcome(DeadlineError("10 messages")).error
+
+
+@pytest.mark.parametrize("status", [1, INCONCLUSIVE])
+def test_a_test_that_runs_a_proof_fails_by_its_output_and_tells_trouble_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    kind = MachineError if status == INCONCLUSIVE else AssertionError
+    with pytest.raises(kind, match=r"-m tests\.proofs wire --seeds 1"):
+        hold("wire", "--seeds", "1", limit_s=10)
 
 
 @pytest.mark.parametrize("name", PROOFS)

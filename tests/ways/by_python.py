@@ -37,7 +37,10 @@ def opened(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     expected, end = made.expected(how), time.monotonic() + DEADLINE_S
     with source.open() as stream:
         try:
-            while sum(one.num_rows for one in raw) < expected and time.monotonic() < end:
+            while sum(one.num_rows for one in raw) < expected:
+                if time.monotonic() >= end:
+                    out.is_late = True
+                    break
                 batch = stream.next_batch(timeout_s=1.0)
                 if batch is not None:
                     raw += batch
@@ -134,7 +137,7 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     free = {one for one, key in keyed.items() if key not in failing} - gone
     retry = RetryPolicy(stop=tenacity.stop_after_attempt(1))
     with source.running(handle, retry=retry, on_failure="park"), suppress(NotRunningError):
-        _polled(source, lambda: len(out.rows) >= len(free))
+        _polled(source, out, lambda: len(out.rows) >= len(free))
         out.problems += [
             f"{row['n']} was handled while its key was parked"
             for row in out.rows
@@ -142,21 +145,25 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
         ]
         healed.set()
         # Messages of a key that come late are parked meanwhile.
-        _polled(source, lambda: len(out.rows) >= made.expected(how), source.unpark)
+        _polled(source, out, lambda: len(out.rows) >= made.expected(how), source.unpark)
         threading.Event().wait(QUIET_S)
         out.count(source.status())
 
 
 def _polled(
-    source: KeyShardSource, over: Callable[[], bool], step: Callable[..., object] | None = None
-) -> None:
+    source: KeyShardSource, out: Outcome, over: Callable[[], bool],
+    step: Callable[..., object] | None = None,
+) -> None:  # fmt: skip
     """Wait until all came, at most to the deadline.
 
     Raises:
         NotRunningError: The source ended.
     """
     end, never = time.monotonic() + DEADLINE_S, threading.Event()
-    while not over() and time.monotonic() < end:
+    while not over():
+        if time.monotonic() >= end:
+            out.is_late = True
+            break
         source.status()
         if step is not None:
             step(all=True)
@@ -188,11 +195,13 @@ def _stopped_in_time(source: KeyShardSource, out: Outcome) -> Iterator[Over]:
     """Stop a source at the deadline; yields what stops it after its last row."""
     timers: list[threading.Timer] = []
 
-    def stop_in(delay_s: float) -> None:
-        timers.append(threading.Timer(delay_s, _stop, [source, out]))
+    def stop_in(delay_s: float, *, is_late: bool = False) -> None:
+        for timer in timers:
+            timer.cancel()
+        timers.append(threading.Timer(delay_s, _stop, [source, out, is_late]))
         timers[-1].start()
 
-    stop_in(DEADLINE_S)
+    stop_in(DEADLINE_S, is_late=True)
     try:
         yield partial(stop_in, QUIET_S)
     finally:
@@ -200,8 +209,9 @@ def _stopped_in_time(source: KeyShardSource, out: Outcome) -> Iterator[Over]:
             timer.cancel()
 
 
-def _stop(source: KeyShardSource, out: Outcome) -> None:
+def _stop(source: KeyShardSource, out: Outcome, is_late: bool) -> None:
     """Stop a source, after its counts were taken."""
+    out.is_late = out.is_late or is_late
     with suppress(KeyShardError):
         out.count(source.status())
         source.stop()

@@ -33,22 +33,24 @@ def job(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     source = source_of(place, made, how)
     handler = partial(row_in_actor, made.kind)
     with ray_adapter.run(source, handler, parallelism=2, num_cpus=0.1) as running:
-        timers = [threading.Timer(DEADLINE_S, _stop, [running, out])]
+        timers = [threading.Timer(DEADLINE_S, _stop, [running, out, True])]
         timers[0].start()
         try:
             for row in running:
                 out.malformed.update({row["n"]} if row.pop("malformed", False) else ())
                 out.rows.append(row)
                 if len(out.rows) == made.expected(how):
-                    timers.append(threading.Timer(QUIET_S, _stop, [running, out]))
+                    timers[0].cancel()
+                    timers.append(threading.Timer(QUIET_S, _stop, [running, out, False]))
                     timers[-1].start()
         finally:
             for timer in timers:
                 timer.cancel()
 
 
-def _stop(running: ray_adapter.Job, out: Outcome) -> None:
+def _stop(running: ray_adapter.Job, out: Outcome, is_late: bool) -> None:
     """Stop a job, after its counts were taken."""
+    out.is_late = out.is_late or is_late
     out.count(running.status()["source"])
     running.stop()
 

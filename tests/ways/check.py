@@ -44,6 +44,8 @@ def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
     problems += [f"data of {number} is refused" for number in out.malformed - hazards(made)]
     if out.error or out.code:
         return [*problems, *_error(made, how, out)]
+    if out.is_late:
+        return problems
     owed = {*sent} - late - (made.soon if how.ends else set())
     problems += _absent(made, how, out, owed, owed - {*counted})
     for row in out.rows:

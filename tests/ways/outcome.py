@@ -14,11 +14,12 @@ import keyshard
 from keyshard import KeyShardSource
 from tests.streams.cluster import Broker
 from tests.streams.values import NONE, SEPARATED
+from tests.support.deadlines import deadline
 from tests.ways import facts
 from tests.ways.draw import CLIENT, HANDLERS, Published, Reading
 from tests.ways.kinds import KINDS
 
-DEADLINE_S = 60.0
+DEADLINE_S = deadline(60)
 QUIET_S = 2.0
 """Time that a live way to read waits for surplus rows after the last expected row, seconds."""
 
@@ -36,6 +37,8 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)
     malformed: set[int] = field(default_factory=set)
     """Messages with refused data."""
+    is_late: bool = False
+    """Whether the deadline ended it, so that missing rows say nothing."""
     problems: list[str] = field(default_factory=list)
     """Defects that the way found by itself."""
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from typing import NamedTuple
 from pyspark.sql import SparkSession
 
 import spark_adapter
-from tests.proofs.runner import Options, Outcome, Outcomes, Proof
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof, failed
 from tests.streams.cluster import Broker
+from tests.support.deadlines import DeadlineError
+from tests.support.machine import Since
 from tests.ways.check import disagreement, verdict
 from tests.ways.draw import WAYS, Publisher, readings
 from tests.ways.kinds import KINDS
@@ -55,6 +58,7 @@ class Run(NamedTuple):
 
     def hold(self, seed: int) -> Outcome:
         """Publish a topic and read it; its counts are readings by way and outcome."""
+        since = Since()
         drawn = random.Random(seed)
         made = Publisher(drawn, self.broker, self.java).published(f"ways-{seed}", self.kind)
         found, read = [], []
@@ -70,6 +74,9 @@ class Run(NamedTuple):
             found += [one for pair in combinations(read, 2) for one in disagreement(*pair)]
         finally:
             self.broker.delete(made.topic.name, made.topic.partitions)
+        late = [f"{how}: {len(out.rows)} rows in time" for how, out in read if out.is_late]
+        if late and not found:
+            return replace(failed(seed, DeadlineError("; ".join(late)), since), details=made.text())
         # The first defects of a seed tell the others.
         details = "\n".join(found[:SHOWN_MAX])
         return Outcome(seed, made.text() if found else "", details, counts)
