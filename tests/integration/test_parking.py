@@ -36,7 +36,6 @@ from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline, joined
 from tests.support.documented_dead_letter import SOMETIMES, documented, written
-from tests.support.parking_topic import numbers
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
@@ -212,35 +211,6 @@ def test_dead_letters_are_kept_and_replayed_by_the_next_source(parking: ParkingP
     fourth = parking.open()
     assert not fourth.keys.parking.states()
     fourth.close()
-
-
-def test_a_key_parks_and_is_unparked(parking: ParkingProcess) -> None:
-    broken = {"bad-0"}
-    handled: defaultdict[str | None, list[int]] = defaultdict(list)
-
-    def handle(message: Message) -> None:
-        if message.routing_key in broken:
-            raise ValueError("cannot handle it")
-        handled[message.routing_key].append(int(present(message.value)))
-
-    source = parking.source()
-    policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
-    run = threading.Thread(target=lambda: source.run(handle, lanes=4, retry=policy))
-    run.start()
-    for _ in range(20):
-        parking.publish("bad-0", "good-0")
-    wait_until(lambda: len(handled["good-0"]) == 20 and parking.backlog() == 0)
-    assert "bad-0" not in handled
-    assert numbers(parking.dead_letters()) == list(range(20))
-    broken.clear()
-    assert source.unpark("bad-0")
-    for _ in range(20):
-        parking.publish("bad-0", "good-0")
-    wait_until(lambda: all(len(values) == 40 for values in handled.values()))
-    wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
-    source.stop()
-    joined(run, deadline(30))
-    assert handled == {"bad-0": list(range(40)), "good-0": list(range(40))}
 
 
 def started(source: KeyShardSource) -> bool:
