@@ -100,7 +100,7 @@ class IdentityCheck:
             return True
         try:
             # If no entry shows that nothing was wiped, these may have been received before a wipe.
-            return self._compare(topic_partition, min(entries)) in (
+            return self._compare(topic_partition, {}, min(entries)) in (
                 Comparison.SAME,
                 Comparison.OTHERS,
             )
@@ -113,14 +113,17 @@ class IdentityCheck:
     ) -> Sequence[EntryId]:
         """Return the entries that may be acknowledged; the others are no longer stored.
 
+        An unreadable entry under a known id may be acknowledged: it ends no doubt, and a sealed
+        segment gets no entry that would end it.
+
         Raises:
             TopicRecreatedError: The topic partition was created again.
             BrokerError: The stored entries could not be read (retriable).
         """
-        known = self._doubted(topic_partition)
-        if known is None or self._compare(topic_partition) is Comparison.SAME:
+        known, unreadable = self._doubted(topic_partition), dict[EntryId, UnreadableEntryError]()
+        if known is None or self._compare(topic_partition, unreadable) is Comparison.SAME:
             return entries
-        return [entry_id for entry_id in entries if entry_id not in known]
+        return [one for one in entries if one not in known or one in unreadable]
 
     def _doubted(self, topic_partition: TopicPartition) -> KnownEntries | None:
         if time.monotonic() - self._checked_s > CHECK_S:
@@ -131,11 +134,16 @@ class IdentityCheck:
         partition = self._window.known.get(topic_partition)
         return None if partition is None else partition.doubted
 
-    def _compare(self, topic_partition: TopicPartition, first: EntryId | None = None) -> Comparison:
+    def _compare(
+        self,
+        topic_partition: TopicPartition,
+        unreadable: dict[EntryId, UnreadableEntryError],
+        first: EntryId | None = None,
+    ) -> Comparison:
         """Read stored entries up to the first one that ends the doubt, or to the last.
 
         The read begins at the first known entry, or at ``first`` if that is lower. It may end after
-        all known entries.
+        all known entries. Unreadable entries are put into ``unreadable``.
         """
         with self._lock:
             known = self._known(topic_partition)
@@ -144,7 +152,6 @@ class IdentityCheck:
         start, _ = known.span
         start = start if first is None else min(start, first)
         newest: EntryBlock | None = None
-        unreadable: dict[EntryId, UnreadableEntryError] = {}
         deadline = time.monotonic() + COMPARE_S
         with Scan(self._broker, topic_partition, start, None, unreadable=unreadable) as scan:
             while not scan.done:
@@ -164,9 +171,9 @@ class IdentityCheck:
                             newest = block
                     if unreadable and (partition is None or partition.compare_id(max(unreadable))):
                         return Comparison.PASSED
-        if newest is None:
-            return Comparison.NOTHING
         if any(entry_id in known for entry_id in unreadable):
             return Comparison.OTHERS  # an entry is stored under a known id
+        if newest is None:
+            return Comparison.NOTHING
         late = may_be_late(topic_partition, known, newest)
         return Comparison.OTHERS if late else Comparison.NEWER

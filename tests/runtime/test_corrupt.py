@@ -344,3 +344,22 @@ def test_entries_behind_unreadable_ones_are_taken_after_a_restart(
     assert run.error is None
     assert len(parking.dead_letters()) == (16 if later == "corrupt" else 8)
     assert sum(map(len, parking.handled.values())) == (0 if later == "corrupt" else 8)
+
+
+def test_unreadable_entries_alone_are_acknowledged_after_a_restart(
+    parking: ParkingTopic, tmp_path: Path
+) -> None:
+    """1. All entries are unreadable, and parked. 2. Their subscription is created again while the
+    program is down. 3. Nothing readable is stored that would show that the topic is the same."""
+    options = {"on_corrupt": "park", "checkpoint": str(tmp_path / "checkpoint")}
+    parking.publish(*"abcdefgh")
+    for where, entry in stored(parking):
+        parking.cluster.corrupt(where, entry.id)
+    with parking.run(**options):
+        wait_until(lambda: parking.backlog() == 0)
+    for where in {where for where, _ in stored(parking)}:
+        parking.cluster.delete_subscription(where, "keyshard")
+    with parking.run(**options) as run:
+        wait_until(lambda: run.error or parking.backlog() == 0)
+    assert run.error is None
+    assert len(parking.dead_letters()) == 8
