@@ -7,6 +7,12 @@ from tests.mutants.mutant import Edit, Mutant, killer
 _TESTS = "runtime/test_scalable_topics"
 _ORDER = killer("simulation/test_segments", "test_keys_keep_their_order_from_parents_to_children")
 _BOUNDED = "runtime/test_bounded_segments"
+_AGAIN = killer(
+    "simulation/test_segments", "test_a_topic_that_is_created_again_is_consumed_from_its_beginning"
+)
+_UNREADABLE = killer(
+    "runtime/test_corrupt", "test_unreadable_entries_alone_are_acknowledged_after_a_restart"
+)
 
 OF_SCALABLE_TOPICS = (
     Mutant(
@@ -352,5 +358,41 @@ OF_SCALABLE_TOPICS = (
         killers=(
             killer(_BOUNDED, "test_a_silent_broker_ends_no_run_while_a_segment_has_a_backlog"),
         ),
+    ),
+    Mutant(
+        name="take a topic for the deleted one of its name, because the broker reports no deletion",
+        promise="No loss: a topic that is created again is consumed from its beginning.",
+        edits=(
+            Edit(
+                "keyshard/broker/scalable_topics.py",
+                "watch.is_open and time.monotonic() - opened_s < LOOK_AGAIN_S",
+                "watch.is_open",
+            ),
+        ),
+        killers=(_AGAIN,),
+    ),
+    Mutant(
+        name="acknowledge no unreadable entry before a readable one",
+        promise="Liveness: segments wait only until everything in their parents is acknowledged.",
+        edits=(
+            Edit(
+                "keyshard/consumers/identity_check.py",
+                "if one not in known or one in unreadable]",
+                "if one not in known]",
+            ),
+        ),
+        killers=(_UNREADABLE,),
+    ),
+    Mutant(
+        name="take no unreadable entry before a readable one",
+        promise="Liveness: segments wait only until everything in their parents is acknowledged.",
+        edits=(
+            Edit(
+                "keyshard/consumers/identity_check.py",
+                "        if any(entry_id in known for entry_id in unreadable):\n",
+                "        if newest and any(entry_id in known for entry_id in unreadable):\n",
+            ),
+        ),
+        killers=(_UNREADABLE,),
     ),
 )

@@ -67,6 +67,8 @@ OF_SEGMENTS = frozenset({Kind.SPLIT, Kind.MERGE, Kind.COLLECT})
 """Kinds that need a scalable topic."""
 NOT_OF_SEGMENTS = frozenset({Kind.GROWTH, Kind.WIPED, *TOPICS})
 """Kinds that need persistent topics."""
+GOES_SHARE = 0.3
+"""Share of the runs in which a scalable topic is deleted and created again."""
 WITHIN_BATCH = (Step.LOGGED, Step.PLANNED, Step.READING, Step.SINKING, Step.SUNK)
 """Steps in which a batch is planned and not committed."""
 
@@ -82,7 +84,9 @@ _ALL = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, s
 CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] not in OF_SEGMENTS)
 """Every fault with every step in which it can happen; seed after seed has another first fault."""
 SEGMENT_CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] not in NOT_OF_SEGMENTS)
-"""The same, for a scalable topic."""
+"""The same, for a scalable topic that is never deleted."""
+GOES_CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] is Kind.GOES)
+"""Steps in which a scalable topic can be deleted; it is created again."""
 
 
 @dataclass(slots=True)
@@ -121,6 +125,18 @@ def plan(seed: int, random: Random, possible: Sequence[Cell] = CELLS) -> list[Fa
             )
         )  # fmt: skip
     return faults
+
+
+def deletion(seed: int) -> list[Fault]:
+    """The deletion of a scalable topic, if a run has it, drawn from a random stream of its own."""
+    random = Random(f"{seed}:new topic")
+    if random.random() >= GOES_SHARE:
+        return []
+    kind, step = random.choice(GOES_CELLS)
+    visit = 1 if step in (Step.STARTING, Step.REPLAYING) else random.randint(1, 4)
+    fault = Fault(kind, step, visit, delay_s=random.choice((0.0, 0.05)) * random.random())
+    crash = Fault(Kind.DRIVER, random.choice(WITHIN_BATCH), 1, 0.0)
+    return [crash, fault] if step is Step.REPLAYING else [fault]
 
 
 Reached = Counter[tuple[Kind, Step]]

@@ -47,7 +47,7 @@ class Injector:
     def __init__(self, world: World, random: Random) -> None:
         self._world = world
         self._random = random
-        self.faults = plan(world.seed, random, world.cells)
+        self.faults = plan(world.seed, random, world.cells) + world.more_faults()
         self.reached: Reached = Reached()
         """How often each fault hit each step."""
         self.changes = 0
@@ -281,8 +281,10 @@ class Injector:
         return again > 0
 
     def _unload(self, query: Query) -> bool:
-        cluster = self._world.cluster
-        where = self._random.choice(self._world.topics.partitions())
+        cluster, stored = self._world.cluster, self._world.topics.partitions()
+        if not stored:
+            return False
+        where = self._random.choice(stored)
         hit = self._world.network.lose(
             [one for one in self._consumers(query.process) if one.topic_partition == where]
         )

@@ -1,4 +1,7 @@
-"""The first two worlds, with scalable topics: segments split and merge, and are deleted."""
+"""The world of queries, with a scalable topic: its segments split and merge, and are deleted.
+
+Sometimes the topic itself is deleted and created again.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from random import Random
 from typing import Any
 
 from keyshard.broker.memory import Batching, MemoryCluster
+from keyshard.broker.scalable_topics import LOOK_AGAIN_S
 from keyshard.core.position.entry import TopicPartition
-from tests.simulation.faults import SEGMENT_CELLS
+from tests.simulation.faults import SEGMENT_CELLS, Fault, deletion
 from tests.simulation.network import Admin
 from tests.simulation.owed import Debts
 from tests.simulation.record import Record
 from tests.simulation.segments import VERSION, Segments
-from tests.simulation.shape import Shape
+from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.topics import Topics
 from tests.simulation.world import World
 
@@ -41,8 +45,30 @@ class SegmentTopics(Topics):
     def create(self, partitions: int, brief: int) -> None:  # noqa: ARG002
         self.lasting = self._segments.create("orders")
 
-    def revive(self, topic: str) -> None:
-        """Do nothing: the topic is never deleted."""
+    def some(self) -> str:
+        return self.lasting
+
+    def revive(self, topic: str) -> None:  # noqa: ARG002
+        """Create the topic if it is missing."""
+        if not self.partitions():
+            self.come()
+
+    def come(self) -> bool:
+        """Create the deleted topic again."""
+        if self.partitions():
+            return False
+        self._segments.create_again(self.lasting)
+        return True
+
+    def go(self) -> bool:
+        """Delete the topic with its uncommitted messages."""
+        partitions = self.partitions()
+        self._record.ended(partitions)
+        self._debts.forgive(partitions)
+        self.deleted.update(one.topic for one in partitions)
+        if partitions:
+            self._segments.delete(self.lasting)
+        return bool(partitions)
 
     def partitions(self) -> list[TopicPartition]:
         return self._segments.partitions(self.lasting)
@@ -65,10 +91,19 @@ class ScalableWorld(World):
         batching = Random(f"{self.seed}:batching").choice((drawn.batching, Batching.MIXED))
         return dataclasses.replace(drawn, brief=0, bounded=False, admin=False, batching=batching)
 
+    def more_faults(self) -> list[Fault]:
+        return deletion(self.seed)
+
+    @property
+    def settle_s(self) -> float:
+        """A broker does not report that a topic was deleted."""
+        return super().settle_s + LOOK_AGAIN_S * bool(self.topics.deleted)
+
     def make_topics(self) -> Topics:
         segments = self.segments = Segments(
-            self.seed, self.cluster, self.record.note, lambda: bool(self.storage.commits)
-        )
+            self.seed, self.cluster, self.record.note, lambda: bool(self.storage.commits),
+            subscription=SUBSCRIPTION, lives=lambda: self.lives,
+        )  # fmt: skip
         segments.live(
             self.scheduler, self.process, lambda: self.injector.enabled, lambda: not self._done
         )

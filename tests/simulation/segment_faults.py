@@ -29,8 +29,10 @@ class SegmentFaults:
         return self.unmet(reached, self.CELLS)
 
 
-OF_QUERY = SegmentFaults(faults.SEGMENT_CELLS, faults.table, faults.missing, faults.events)
+OF_QUERY = SegmentFaults(
+    (*faults.SEGMENT_CELLS, *faults.GOES_CELLS), faults.table, faults.missing, faults.events
+)
 OF_HANDLERS = SegmentFaults(
-    handling_faults.SEGMENT_CELLS, handling_faults.table, handling_faults.missing,
-    handling_faults.events,
+    (*handling_faults.SEGMENT_CELLS, *handling_faults.GOES_CELLS),
+    handling_faults.table, handling_faults.missing, handling_faults.events,
 )  # fmt: skip

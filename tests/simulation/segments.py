@@ -35,6 +35,8 @@ class Segments:
         note: Called with a text for people about each change.
         may_collect: Whether all sources have registered their subscriptions. Before that, brokers
             delete messages of sealed segments that are in no promise.
+        subscription: Subscription of the sources.
+        lives: Tells how often their process began.
     """
 
     def __init__(
@@ -43,13 +45,22 @@ class Segments:
         cluster: MemoryCluster,
         note: Callable[[str], None],
         may_collect: Callable[[], bool],
+        *,
+        subscription: str,
+        lives: Callable[[], int],
     ) -> None:
         self._random = Random(f"{seed}:segments")
         self._topics = cluster.scalable
         self._note = note
         self._may_collect = may_collect
+        self._subscription = subscription
+        self._lives = lives
         self.names: list[str] = []
         """The topics."""
+        self.missing: set[str] = set()
+        """Topics that are deleted now."""
+        self.deleted: dict[str, int] = {}
+        """Topics that were deleted, and the lives of the sources then; some exist again."""
         self._pause_s = self._random.choice(PAUSE_S)
         self._collects_s = self._random.choice(COLLECTS_S)
 
@@ -59,9 +70,24 @@ class Segments:
         self.names.append(self._topics.create(topic, self._random.randint(1, FIRST_MAX)))
         return topic
 
+    def create_again(self, topic: str) -> None:
+        """Create a topic that was deleted."""
+        segments = self._random.randint(1, FIRST_MAX)
+        self._note(f"{topic} is created again with {segments} segments")
+        self._topics.create(topic, segments)
+        self.deleted[topic] = self._lives()
+        self.missing.discard(topic)
+
+    def delete(self, topic: str) -> None:
+        """Delete a topic by force."""
+        self._note(f"{topic} is deleted")
+        self.missing.add(topic)
+        self.deleted[topic] = self._lives()
+        self._topics.delete(topic)
+
     def partitions(self, topic: str) -> list[TopicPartition]:
         """All segments of a topic that are not deleted."""
-        return list(self._topics.graph(topic).partitions)
+        return [] if topic in self.missing else list(self._topics.graph(topic).partitions)
 
     def open_ones(self, topic: str) -> list[TopicPartition]:
         """The segments of a topic that messages are published to."""
@@ -73,7 +99,7 @@ class Segments:
         """Split a segment of a topic."""
         topic = self._random.choice(self.names)
         found = [one for one in self._open(topic) if one.first_hash < one.last_hash]
-        if not found or len(self._open(topic)) >= OPEN_MAX:
+        if not self._is_known(topic) or not found or len(self._open(topic)) >= OPEN_MAX:
             return False
         number = self._random.choice(found).number
         self._note(f"segment {number} of {topic} is split: {self._topics.split(topic, number)}")
@@ -83,7 +109,7 @@ class Segments:
         """Merge two adjacent segments of a topic."""
         topic = self._random.choice(self.names)
         found = self._open(topic)
-        if len(found) < 2:
+        if not self._is_known(topic) or len(found) < 2:
             return False
         at = self._random.randrange(len(found) - 1)
         pair = found[at].number, found[at + 1].number
@@ -94,7 +120,11 @@ class Segments:
         """Delete segments that are drained, as a broker does every minute."""
         if not self._may_collect():
             return False
-        gone = {topic: self._topics.collect(topic) for topic in self.names}
+        gone = {
+            topic: self._topics.collect(topic)
+            for topic in self.names
+            if topic not in self.missing and self._is_registered(topic)
+        }
         for topic, numbers in gone.items():
             if numbers:
                 self._note(f"segments {numbers} of {topic} are deleted")
@@ -127,8 +157,22 @@ class Segments:
         scheduler.spawn(process, "load balancer", change)
         scheduler.spawn(process, "collector", collect)
 
+    def _is_registered(self, topic: str) -> bool:
+        """Whether the sources have registered their subscription."""
+        return topic not in self.deleted or self._topics.is_registered(topic, self._subscription)
+
+    def _is_known(self, topic: str) -> bool:
+        """Whether the sources know the newest topic of a name.
+
+        A source that ran when it was created may know the deleted one for a minute, and receives
+        without an order from segments of the same names.
+        """
+        return self._lives() > self.deleted.get(topic, -1)
+
     def _open(self, topic: str) -> Sequence[TopicSegment]:
         """Open segments, by their hashes."""
+        if topic in self.missing:
+            return []
         found = [one for one in self._topics.graph(topic).segments.values() if not one.is_sealed]
         return sorted(found, key=lambda one: one.first_hash)
 

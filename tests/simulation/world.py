@@ -26,11 +26,12 @@ from keyshard.errors import (
     DataLossTrimmedError,
     HistoryError,
     KeyShardError,
+    TopicNotFoundError,
 )
 from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.deletions import Deletions
-from tests.simulation.faults import CELLS, TOPICS, Cell, Kind
+from tests.simulation.faults import CELLS, TOPICS, Cell, Fault, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
@@ -198,6 +199,10 @@ class World:
     def shaped(self, drawn: Shape) -> Shape:
         """Return the shape of this world."""
         return drawn
+
+    def more_faults(self) -> list[Fault]:
+        """Return faults beside those that are planned from the cells."""
+        return []
 
     def make_topics(self) -> Topics:
         """Return the topics of the run; none exists yet."""
@@ -378,7 +383,7 @@ class World:
         random = Random(f"{self.seed}:producer")
         keys = [f"k{i}" for i in range(self.shape.keys)]
         while self.injector.enabled:
-            if self.network.up:
+            if self.network.up and self.topics.partitions():
                 for _ in range(random.randint(1, 3)):
                     self.publish(
                         self.topics.some(),
@@ -517,6 +522,8 @@ class World:
         """Whether an error names what happened; then the loss is accepted from now on."""
         if self.wiped is not None:
             return self.wiped.is_named_by(error)
+        if isinstance(error, TopicNotFoundError):
+            return not self.topics.partitions()
         if self.debts.accepted:
             return False
         if isinstance(error, DataLossTrimmedError):

@@ -153,6 +153,11 @@ class MemoryScalableTopics:
                 if not one.is_sealed:
                     self._subscribe(graph.partition(number), subscription)
 
+    def is_registered(self, topic: str, subscription: str) -> bool:
+        """Return whether a subscription is registered with a topic."""
+        with self._lock:
+            return subscription in self._registered[topic]
+
     def unregister(self, topic: str, subscription: str) -> None:
         """Delete a subscription from all segments, and do not create it in later ones."""
         with self._lock:

@@ -140,6 +140,11 @@ class Anomalies:
             self._refused[Name.of(where, entry_id)] = kind
             world.note(f"FAULT {kind} entry {entry_id} of {where}")
 
+    @property
+    def refused(self) -> set[Name]:
+        """The refused entries, by their first messages."""
+        return set(self._refused)
+
     def is_refused(self, name: Name) -> bool:
         """Whether a message holds the stored bytes of a refused entry."""
         return name in self._refused
@@ -165,7 +170,7 @@ class Anomalies:
         """Promises that do not hold at the end."""
         refused = {
             name: kind for name, kind in self._refused.items()
-            if not self._world.starts.lies_before(name)
+            if self._world.starts.is_owed(name)
         }  # fmt: skip
         choices = {kind: self._choice(program, kind) for kind in refused.values()}
         if "fail" in choices.values():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
-from tests.simulation.faults import drawn
+from tests.simulation.faults import GOES_SHARE, drawn
 
 
 class Step(str, Enum):
@@ -85,6 +85,8 @@ class Kind(str, Enum):
     """Two segments are merged."""
     COLLECT = "segment deleted"
     """The broker deletes sealed segments that no registered subscription needs."""
+    GOES = "topic deleted"
+    """A scalable topic is deleted by force, and created again."""
 
 
 _ONLY_AT = {
@@ -111,10 +113,12 @@ def _possible(kind: Kind, step: Step) -> bool:
 
 Cell = tuple[Kind, Step]
 _OF_SEGMENTS = frozenset({Kind.SPLIT, Kind.MERGE, Kind.COLLECT})
-SEGMENT_CELLS: Sequence[Cell] = tuple(
-    (kind, step) for kind in Kind for step in Step if _possible(kind, step)
-)
-"""Every fault with every step in which it can happen, for scalable topics."""
+_ALL = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
+SEGMENT_CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] is not Kind.GOES)
+"""Every fault with every step in which it can happen, for scalable topics that are never
+deleted."""
+GOES_CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] is Kind.GOES)
+"""Steps in which a scalable topic can be deleted."""
 CELLS: Sequence[Cell] = tuple(cell for cell in SEGMENT_CELLS if cell[0] not in _OF_SEGMENTS)
 """The same, for persistent topics; seed after seed has another first fault."""
 
@@ -137,6 +141,15 @@ def plan(seed: int, random: Random, possible: Sequence[Cell] = CELLS) -> list[Fa
     if any(step is Step.STOPPING for _, step in cells):
         cells.append((Kind.STOP, random.choice((Step.HANDLING, Step.FAILING))))
     return [Fault(kind, step, random.randint(*_VISITS.get(step, (1, 4)))) for kind, step in cells]
+
+
+def deletion(seed: int) -> list[Fault]:
+    """The deletion of a scalable topic, if a run has it, drawn from a random stream of its own."""
+    random = Random(f"{seed}:new topic")
+    if random.random() >= GOES_SHARE:
+        return []
+    kind, step = random.choice(GOES_CELLS)
+    return [Fault(kind, step, random.randint(*_VISITS.get(step, (1, 4))))]
 
 
 Reached = Counter[tuple[Kind, Step]]

@@ -34,7 +34,7 @@ class Injector:
     def __init__(self, world: HandlerWorld, random: Random) -> None:
         self._world = world
         self._random = random
-        self.faults: list[Fault] = plan(world.seed, random, world.cells)
+        self.faults: list[Fault] = [*plan(world.seed, random, world.cells), *world.more_faults()]
         self.reached: Reached = Reached()
         """How often each fault hit each step."""
         self.stopping: set[Process] = set()
@@ -203,6 +203,18 @@ class Injector:
     def _collect(self, program: Program) -> bool:  # noqa: ARG002
         return self._segments.collect()
 
+    def _goes(self, program: Program) -> bool:  # noqa: ARG002
+        topic = self._random.choice(self._world.topics)
+        if not self._world.delete_topic(topic):
+            return False
+
+        def come() -> None:
+            self._world.scheduler.sleep(self._random.uniform(0.0, AWAY_S[1]))
+            self._segments.create_again(topic)
+
+        self._spawn(come)
+        return True
+
     @property
     def _segments(self) -> Segments:
         assert self._world.segments is not None, "only scalable topics have segments"
@@ -215,5 +227,5 @@ class Injector:
         Kind.UNCONFIRMED: _unconfirmed, Kind.ACKS: _acks,
         Kind.TWICE: _twice, Kind.UNLOAD: _unload, Kind.UNPARK: _unpark, Kind.RESCALE: _rescale,
         Kind.BALANCE: _balance, Kind.UNSAVED: _unsaved,
-        Kind.SPLIT: _split, Kind.MERGE: _merge, Kind.COLLECT: _collect,
+        Kind.SPLIT: _split, Kind.MERGE: _merge, Kind.COLLECT: _collect, Kind.GOES: _goes,
     }  # fmt: skip

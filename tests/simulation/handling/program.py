@@ -22,6 +22,7 @@ from keyshard.errors import (
     NotRunningError,
     RescaleError,
     RuntimeStoppedError,
+    TopicNotFoundError,
     UnreadableEntryError,
 )
 from keyshard.handlers.batches import Batch
@@ -175,7 +176,7 @@ class Program:
                 self._run(source)
         except KeyShardError as exc:
             self.record.note(f"the run ends: {exc!r}")
-            if self.world.anomalies.ends(self, exc) or self.world.deletions.names(exc):
+            if self._is_rightful(exc):
                 pass
             elif not isinstance(exc, (CheckpointError, HandlerFailedError)):
                 if excuses == self._excuses:
@@ -190,6 +191,12 @@ class Program:
             if self.client is not None and self.client.loses_acks:
                 # It ended before its connection was cut: messages with lost acks come again.
                 self.record.add("disconnected", worker=process.name)
+
+    def _is_rightful(self, error: KeyShardError) -> bool:
+        """Whether an error names what happened."""
+        world = self.world
+        missing = isinstance(error, TopicNotFoundError) and not world.all_topics_exist()
+        return missing or world.anomalies.ends(self, error) or world.deletions.names(error)
 
     def _run(self, source: KeyShardSource) -> None:
         shape = self.world.shape

@@ -40,11 +40,8 @@ class Place(NamedTuple):
     topic: str
     partition: int
     key: str | None
-
-    @classmethod
-    def of(cls, topic: str, partition: int, key: str | None) -> Place:
-        """The scope of a message of a topic partition."""
-        return cls(scalable_topic_of(topic), partition, key)
+    deletions: int
+    """How often the topic was deleted before: the next one of its name is another topic."""
 
 
 class Rest(NamedTuple):
@@ -88,8 +85,14 @@ class Promises:
         """Messages that user code got, with their sequence numbers."""
         self._replayed: dict[Place, dict[Name, int]] = {}
         """Messages that were done as dead letters, with their sequence numbers."""
+        self._deletions: dict[str, list[int]] = {}
+        """Last ledgers before each deletion of a topic."""
         self.saved_checkpoint: Checkpoint | None = None
         """The newest one."""
+
+    def deleted(self, topic: str, last_ledger: int) -> None:
+        """A topic is deleted; messages after its last ledger belong to the next one of its name."""
+        self._deletions.setdefault(topic, []).append(last_ledger)
 
     def life_begins(self) -> None:
         """A process begins, and remembers nothing."""
@@ -110,7 +113,7 @@ class Promises:
 
     def started(self, name: Name, key: str | None, seq: int) -> None:
         """User code gets a message."""
-        place, text = Place.of(name.topic, name.partition, key), f"{name.topic} {key}:{seq}"
+        place, text = self._place(name, key), f"{name.topic} {key}:{seq}"
         if name.topic.endswith("-DLQ"):
             self._break(f"{text} lies in a dead-letter topic and was handed out")
         resting = self._resting.get(key or "", {})
@@ -163,8 +166,7 @@ class Promises:
         self._of_this_life.add(name)
         self._stored[name] = self._disturbances
         resting = self._resting.setdefault(key, {})
-        resting.setdefault(name, (Place.of(message.topic, message.partition, key),
-                                  Rest(position, seq)))  # fmt: skip
+        resting.setdefault(name, (self._place(name, key), Rest(position, seq)))
         self.finished.discard(name)
 
     def saved(self, text: str) -> None:
@@ -174,6 +176,11 @@ class Promises:
     def unfinished(self) -> list[str]:
         """Keys with resting dead letters."""
         return sorted(key for key, resting in self._resting.items() if resting)
+
+    def _place(self, name: Name, key: str | None) -> Place:
+        topic = scalable_topic_of(name.topic)
+        deletions = sum(name.id.ledger > last for last in self._deletions.get(topic, ()))
+        return Place(topic, name.partition, key, deletions)
 
     def _in_order(self, name: Name, place: Place, seq: int, text: str) -> None:
         """Check that no newer message of the key is done in the checkpoint, which stays so."""

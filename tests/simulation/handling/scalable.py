@@ -1,4 +1,4 @@
-"""The world of programs with handlers, with scalable topics."""
+"""The world of programs with handlers, with scalable topics; some are deleted and created again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from random import Random
 from typing import Any
 
 from keyshard.broker.memory import Batching
-from keyshard.core.position.entry import TopicPartition
-from tests.simulation.handling.faults import SEGMENT_CELLS
+from keyshard.broker.scalable_topics import LOOK_AGAIN_S
+from keyshard.core.position.entry import EntryId, TopicPartition
+from tests.simulation.handling.faults import SEGMENT_CELLS, Fault, deletion
 from tests.simulation.handling.program import Program
 from tests.simulation.handling.shape import Shape
 from tests.simulation.handling.world import HandlerWorld
@@ -35,8 +36,44 @@ class ScalableHandlerWorld(HandlerWorld):
             drawn, topics=topics, neighbour=False, admin=False, batching=batching
         )
 
+    def more_faults(self) -> list[Fault]:
+        return deletion(self.seed)
+
+    @property
+    def settle_s(self) -> float:
+        """A broker does not report that a topic was deleted."""
+        assert self.segments is not None
+        return super().settle_s + LOOK_AGAIN_S * bool(self.segments.deleted)
+
+    def all_topics_exist(self) -> bool:
+        assert self.segments is not None
+        return not self.segments.missing
+
+    def delete_topic(self, topic: str) -> bool:
+        """Delete a topic with its messages; those that are not done are not owed any more."""
+        assert self.segments is not None
+        partitions, debts = self.partitions(topic), self.starts.debts
+        if not partitions:
+            return False
+        (program,) = self.programs
+        program.record.ended(partitions)
+        program.disturbed()
+        debts.unsubscribed = True
+        names = {(one.topic, one.partition): one for one in partitions}
+        for name in (self._sent | self.anomalies.refused) - program.promises.finished:
+            if (where := names.get(name[:2])) is not None:
+                debts.skip(where, EntryId(*name.id[:2]), [name.id.batch_index])
+        last = max(max(self.cluster.log(where).ledger_sizes) for where in partitions)
+        program.promises.deleted(topic, last)
+        self.segments.delete(topic)
+        return True
+
     def create_topics(self) -> list[str]:
-        segments = self.segments = Segments(self.seed, self.cluster, self.note, self._have_begun)
+        (program,) = self.programs
+        segments = self.segments = Segments(
+            self.seed, self.cluster, self.note, lambda: not program.is_new,
+            subscription=program.name, lives=lambda: program.lives,
+        )  # fmt: skip
         segments.live(
             self.scheduler, self.process, lambda: self.injector.enabled, lambda: not self.done
         )
@@ -55,6 +92,3 @@ class ScalableHandlerWorld(HandlerWorld):
 
     def selection(self, url: str) -> dict[str, Any]:
         return {"topics": self.topics, "admin_url": url}
-
-    def _have_begun(self) -> bool:
-        return not any(one.is_new for one in self.programs)

@@ -18,7 +18,7 @@ from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.handling.anomalies import Anomalies
 from tests.simulation.handling.deletions import HandlerDeletions
-from tests.simulation.handling.faults import CELLS, Cell
+from tests.simulation.handling.faults import CELLS, Cell, Fault
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
 from tests.simulation.handling.program import Program
@@ -167,12 +167,24 @@ class HandlerWorld:
         """Return the shape of this world."""
         return drawn
 
+    def more_faults(self) -> list[Fault]:
+        """Return faults beside those that are planned from the cells."""
+        return []
+
+    def delete_topic(self, topic: str) -> bool:
+        """Delete a topic that is created again; return whether it existed."""
+        raise NotImplementedError(f"{topic} is never deleted.")
+
     def create_topics(self) -> list[str]:
         """Create the topics of the run."""
         return [
             self.cluster.create_topic(f"orders-{number}", partitions=partitions)
             for number, partitions in enumerate(self.shape.topics)
         ]
+
+    def all_topics_exist(self) -> bool:
+        """Whether no topic is deleted now."""
+        return True
 
     def partitions(self, topic: str) -> Sequence[TopicPartition]:
         """Return the topic partitions of a topic."""
@@ -263,18 +275,18 @@ class HandlerWorld:
         return len(self._sent) >= self.shape.messages_min and self.injector.all_begun
 
     @property
-    def _settle_s(self) -> float:
+    def settle_s(self) -> float:
         """Time after the faults in which everything must be done and acknowledged, seconds."""
         per_s = math.inf if self.shape.rate is None else self.shape.rate[0]
         return SETTLE_S + len(self._sent) * self.shape.attempts / per_s
 
     def _settle(self) -> None:
-        end = self.scheduler.now_s + self._settle_s
+        end = self.scheduler.now_s + self.settle_s
         while unsettled := [text for one in self.programs if (text := self._unsettled(one))]:
             if self.scheduler.now_s > end:
                 self._judge()
                 raise BrokenPromiseError(
-                    f"{unsettled[0]}, {self._settle_s:.0f} s after the last fault"
+                    f"{unsettled[0]}, {self.settle_s:.0f} s after the last fault"
                 )
             for program in self.programs:
                 if keys := program.parked():
@@ -317,7 +329,7 @@ class HandlerWorld:
 
     def _judge(self) -> None:
         for program in self.programs:
-            for verdict in check(self.starts.judged(program), liveness_s=self._settle_s):
+            for verdict in check(self.starts.judged(program), liveness_s=self.settle_s):
                 if verdict.holds or (self.shape.batches and verdict.name in NOT_OF_BATCHES):
                     continue
                 offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
@@ -354,7 +366,7 @@ class HandlerWorld:
         random = Random(f"{self.seed}:producer")
         keys = [f"k{i}" for i in range(self.shape.keys)]
         while self.injector.enabled:
-            if self.programs[0].network.up:
+            if self.programs[0].network.up and self.all_topics_exist():
                 self.anomalies.among()
                 for _ in range(random.randint(1, 2)):
                     topic = random.choice(self.topics)
