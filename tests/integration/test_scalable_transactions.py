@@ -1,7 +1,7 @@
-"""Entries of a parent that come late or never, on a real broker of Pulsar 5: children wait for some.
+"""Entries of a parent that come late or never, on a real broker of Pulsar 5.
 
-Entries of open transactions and delayed messages come late. Entries of aborted transactions, and
-those that another client acknowledged, never come.
+Children wait for entries of open transactions and for delayed messages. Entries of aborted
+transactions, and those that another client acknowledged, never come.
 """
 
 from __future__ import annotations
