@@ -28,6 +28,8 @@ class Load:
     """Number of ranges."""
     window_rows_max: int
     window_bytes_max: int
+    has_replay_queue: bool = True
+    """Whether entries for other consumers wait behind those of a consumer that stops."""
 
     @property
     def memory_bytes(self) -> float | None:
@@ -117,7 +119,7 @@ def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
         seconds = load.window_bytes_max / (load.rate_per_s * load.memory_bytes)
         reaches.append(_Reach("window", seconds, text, "Raise window_bytes_max."))
     replay_max = limits.replay(load.parallelism)
-    if replay_max:
+    if replay_max and load.has_replay_queue:
         text = (
             f"{lag} the broker stops all ranges of a topic partition, with {replay_max:,} entries "
             "waiting, after"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from keyshard.core.diagnosis import Finding, Level, States
-from keyshard.core.topic_segments import SCALABLE, SegmentGraph
+from keyshard.core.topic_segments import HASHES, SCALABLE, SegmentGraph
 from keyshard.redaction import listed
 
 
@@ -25,6 +25,13 @@ def judge_segments(graph: SegmentGraph) -> list[Finding]:
             "batching of producers, and the ranges of consumers are not examined.",
         ),
     ]
+
+
+def equal_segments(graph: SegmentGraph) -> int:
+    """Return how many segments there would be if all had as many hashes as the widest open one."""
+    widths = (one.last_hash - one.first_hash + 1 for one in graph.segments.values()
+              if not one.is_sealed)  # fmt: skip
+    return HASHES // max(widths)
 
 
 def judge_registration(

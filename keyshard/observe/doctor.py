@@ -36,12 +36,16 @@ from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import release_of
-from keyshard.core.segment_diagnosis import judge_registration, judge_segments, unregister
+from keyshard.core.segment_diagnosis import (
+    equal_segments,
+    judge_registration,
+    judge_segments,
+    unregister,
+)
 from keyshard.core.subscription_state import BrokerLimits, CursorState, SubscriptionState
 from keyshard.errors import (
     AuthorizationError,
     ChunkedMessageError,
-    ConfigError,
     KeyShardError,
     TopicNotFoundError,
     UnreadableEntryError,
@@ -86,17 +90,9 @@ def examine(
 
     Returns:
         Findings; a check that failed is a finding too.
-
-    Raises:
-        ConfigError: A load is expected of a scalable topic.
     """
     if config.is_scalable:
-        if expected is not None:
-            raise ConfigError(
-                "The load of a scalable topic cannot be examined.",
-                "Leave out the rate, or examine a persistent topic.",
-            )
-        return _examine_scalable(config, connect, admin)
+        return _examine_scalable(config, connect, admin, expected)
     topic = config.topics[0]
     findings = _transport(config)
     try:
@@ -145,7 +141,7 @@ def examine(
 
 
 def _examine_scalable(
-    config: SourceConfig, connect: Callable[[], Broker], admin: Admin
+    config: SourceConfig, connect: Callable[[], Broker], admin: Admin, expected: Expected | None
 ) -> list[Finding]:
     topic, subscription = config.topics[0], config.subscription
     findings = _transport(config)
@@ -155,7 +151,7 @@ def _examine_scalable(
         findings += judge_faults(version)
         with closing(connect()) as broker:
             graph = broker.watch_segments(topic, lambda: None).graph
-        _, consumer_limits, unknown = _limits(admin, topic, version)
+        limits, consumer_limits, unknown = _limits(admin, topic, version)
         findings += unknown
         states = _states(admin, graph.partitions)
         retention_min = admin.retention_min(topic)
@@ -166,6 +162,13 @@ def _examine_scalable(
     findings += judge_registration(graph, states, subscription, retention_min)
     # A segment needs one consumer at least; the broker itself refuses further ones.
     findings += judge_consumers(states, subscription, 1, consumer_limits)
+    if expected is not None:
+        # Keys are spread evenly over hashes. Each message counts as an entry.
+        load = Load(
+            expected.rate_per_s, expected.message_bytes, 1.0, equal_segments(graph), 1,
+            config.window_rows_max, config.window_bytes_max, has_replay_queue=False,
+        )  # fmt: skip
+        findings += judge_load(load, limits)
     return findings + judge_orphans(states, subscription, unregister(topic, "SUBSCRIPTION"))
 
 

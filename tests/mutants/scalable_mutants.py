@@ -395,4 +395,21 @@ OF_SCALABLE_TOPICS = (
         ),
         killers=(_UNREADABLE,),
     ),
+    Mutant(
+        name="spread an expected load equally over segments of different widths",
+        promise="keyshard doctor --rate compares the load of the segment with most keys.",
+        edits=(
+            Edit(
+                "keyshard/core/segment_diagnosis.py",
+                "return HASHES // max(widths)",
+                "return len([*widths])",
+            ),
+        ),
+        killers=(
+            killer(
+                _TESTS,
+                "test_the_doctor_compares_an_expected_load_with_the_widest_open_segment",
+            ),
+        ),
+    ),
 )

@@ -623,6 +623,21 @@ def test_the_doctor_finds_a_subscription_that_is_not_registered(topic: ScalableT
         assert topic.findings()["registration"][0] is Level.OK
 
 
+def test_the_doctor_compares_an_expected_load_with_the_widest_open_segment(
+    topic: ScalableTopic,
+) -> None:
+    """It has half of the keys; the limit of 50,000 unacknowledged messages is that of a segment."""
+    slow = topic.findings(Expected(1_000.0, 100.0))
+    assert slow["limits"][0] is Level.OK
+    assert "replay queue" not in topic.findings(Expected(5_000.0, 100.0))
+    topic.split(0)
+    topic.split(1)
+    level, text, _ = topic.findings(Expected(5_000.0, 100.0))["unacknowledged"]
+    assert level is Level.WARNING
+    assert text.endswith("after 20.0 s.")
+    assert "message size" in topic.findings(Expected(1_000.0))
+
+
 def test_the_doctor_names_a_scalable_topic_that_is_missing(topic: ScalableTopic) -> None:
     topic.cluster.scalable.delete(TOPIC)
     level, text, _ = topic.findings()["broker"]
@@ -666,10 +681,8 @@ def test_a_wrong_name_is_refused_at_once(name: str) -> None:
         KeyShardSource(name, subscription="s")
 
 
-def test_what_asks_the_admin_interface_is_refused_by_name(topic: ScalableTopic) -> None:
+def test_what_asks_the_admin_interface_is_refused_by_name() -> None:
     idle = KeyShardSource(TOPIC, subscription="s", service_url="memory://x", admin_url="memory://x")
-    with pytest.raises(ConfigError, match="The load of a scalable topic"):
-        topic.findings(Expected(1.0))
     with pytest.raises(ConfigError, match="A list of positions of a scalable topic"):
         positions_of(idle, Checkpoint("", "s", 1))
 
