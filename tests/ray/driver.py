@@ -1,7 +1,7 @@
 """The program that the tests kill: ``python -m tests.ray.driver``.
 
-Each result becomes a line of a file before the next one is asked for: partition, entry, key and
-sequence number.
+Each result becomes a line of a file before the next one is asked for: topic partition, entry, key
+and sequence number.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ray
 
 import ray_adapter
 from keyshard import KeyShardSource, Message
+from keyshard.core.position.entry import TopicPartition
 from tests.ray.ray_topic import Recorded
 
 
@@ -23,7 +24,8 @@ class Located(Recorded):
 
     def __call__(self, message: Message) -> Any:
         ledger, entry, _ = message.message_id
-        return message.partition, ledger, entry, *super().__call__(message)
+        where = TopicPartition(message.topic, message.partition)
+        return where, ledger, entry, *super().__call__(message)
 
 
 def main() -> None:
@@ -32,12 +34,13 @@ def main() -> None:
     for name in ("address", "service-url", "topic", "history", "out", "checkpoint"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--actors", type=int, required=True)
+    parser.add_argument("--admin-url")
     parser.add_argument("--wait", action="store_true", help="drop results")
     arguments = parser.parse_args()
     ray.init(address=arguments.address, log_to_driver=False)
     source = KeyShardSource(
         arguments.topic, subscription="ray", service_url=arguments.service_url, parallelism=4,
-        starting_position="earliest",
+        starting_position="earliest", admin_url=arguments.admin_url,
     )  # fmt: skip
     out = os.open(arguments.out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     with ray_adapter.run(

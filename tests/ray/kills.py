@@ -16,6 +16,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,13 @@ import ray
 
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.topic_segments import is_scalable
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import Event, HistoryWriter, read_history
 from keyshard.testing.verify.recorder import sent_events
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.chaos.scalable import of_one_topic
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import PULSAR
@@ -54,6 +57,8 @@ class Kills:
     messages: int
     deadline_s: float
     topic: str = field(default_factory=lambda: f"kills-{uuid.uuid4().hex[:8]}")
+    options: Sequence[str] = ()
+    """More arguments of each driver."""
     durable: list[tuple[int, Checkpoint]] = field(default_factory=list)
     """Lines that were there, and the checkpoint, after each death of a driver."""
     actors_killed: int = 0
@@ -61,17 +66,21 @@ class Kills:
     """Longest time that actors outlived their driver, seconds."""
 
     def __post_init__(self) -> None:
-        create_partitioned_topic(self.broker.admin_url, self.topic, PARTITIONS)
-        load = Workload(self.messages, keys=max(50, self.messages // 200), entry_messages=2)
-        self.sent = produce(load, self.broker.service_url, self.topic).per_key
+        self.sent = self.publish()
         self.out = self.folder / "out.txt"
         self.out.touch()
         self.checkpoint = self.folder / "checkpoint.json"
         self.history = self.folder / "history.jsonl"
         self.writer = HistoryWriter(self.history)
-        name = full_topic_name(self.topic)
+        name = self.topic if is_scalable(self.topic) else full_topic_name(self.topic)
         self.writer.write_all(sent_events(name, self.sent, time.time()))
         self.end_s = time.monotonic() + self.deadline_s
+
+    def publish(self) -> Mapping[str, int]:
+        """Publish the messages to a new topic; return their number for each key."""
+        create_partitioned_topic(self.broker.admin_url, self.topic, PARTITIONS)
+        load = Workload(self.messages, keys=max(50, self.messages // 200), entry_messages=2)
+        return produce(load, self.broker.service_url, self.topic).per_key
 
     def run(self, driver_kills: int, actor_kills: int) -> None:
         """Kill at even distances, until everything has come."""
@@ -104,7 +113,8 @@ class Kills:
 
     def broken(self) -> list[str]:
         """Return the broken promises."""
-        broken = [str(one) for one in check(list(read_history(self.history))) if not one.holds]
+        events = list(of_one_topic(list(read_history(self.history))))
+        broken = [str(one) for one in check(events) if not one.holds]
         results = [line.split() for line in self.out.read_text().splitlines()]
         first: dict[str, list[int]] = {}
         seen: set[tuple[str, ...]] = set()
@@ -116,7 +126,7 @@ class Kills:
             broken.append("results are missing, or come out of order for the first time")
         for lines, checkpoint in self.durable:
             for result in results[lines:]:
-                where = TopicPartition(full_topic_name(self.topic), int(result[0]))
+                where = TopicPartition.parse(result[0])
                 state = checkpoint.partitions.get(where)
                 if state and state.covers(EntryId(int(result[1]), int(result[2]))):
                     broken.append(f"{result} was in the checkpoint and came again")
@@ -141,7 +151,8 @@ class Kills:
                 [sys.executable, "-m", "tests.ray.driver", "--address", address,
                  "--service-url", self.broker.service_url, "--topic", self.topic,
                  "--history", str(self.history), "--out", str(self.out),
-                 "--checkpoint", str(self.checkpoint), "--actors", str(actors), *more],
+                 "--checkpoint", str(self.checkpoint), "--actors", str(actors),
+                 *self.options, *more],
                 cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
 
