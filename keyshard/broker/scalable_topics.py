@@ -129,14 +129,6 @@ class ScalableTopics:
         stats = self._admin.subscription(segment, self._subscription)
         return None if stats is None else stats.get("msgBacklog")
 
-    def has_ended(self, segment: TopicPartition) -> bool:
-        """Return whether the subscription has acknowledged all of a sealed segment.
-
-        Raises:
-            BrokerError: As for :meth:`backlog`.
-        """
-        return self.backlog(segment) == 0
-
     def _report(self) -> None:
         self.changed()
 

@@ -50,7 +50,9 @@ class Consumers:
         """Held by discovery and by a rescale while they open or close consumers."""
         self.owners: Sequence[int] = slot_owners(assignment)
         """The range that owns each slot."""
-        self.range_consumers = RangeConsumers(broker, admin, config, assignment)
+        self.range_consumers = RangeConsumers(
+            broker, admin, config, assignment, shared.window.order
+        )
         self.range_consumers.queue_max = shared.window.budget.queue_max
 
     def open(

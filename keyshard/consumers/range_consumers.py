@@ -52,10 +52,12 @@ class RangeConsumers:
             ``admin_url``.
         config: The source.
         assignment: The owner of each range.
+        order: Knows which segments wait for their parents.
     """
 
     def __init__(
-        self, broker: Broker, admin: Admin | None, config: SourceConfig, assignment: Assignment
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, assignment: Assignment,
+        order: SegmentOrder,
     ) -> None:  # fmt: skip
         self._broker = broker
         self._admin = admin
@@ -76,7 +78,7 @@ class RangeConsumers:
         self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
         """Lists are replaced, never changed, because the acknowledger iterates over them."""
         self.receivers: list[Receiver] = []
-        self.order = SegmentOrder()
+        self._order = order
 
     def open(self, found: Iterable[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
         """Subscribe every range of some topic partitions; nothing is received yet.
@@ -183,7 +185,7 @@ class RangeConsumers:
 
     def suspends(self, owned_range: OwnedRange) -> bool:
         """Whether :meth:`suspend` or the order of segments pauses an owned range. Thread-safe."""
-        return (bool(self._suspended) and owned_range in self._suspended) or self.order.waits(
+        return (bool(self._suspended) and owned_range in self._suspended) or self._order.waits(
             owned_range.topic_partition
         )
 

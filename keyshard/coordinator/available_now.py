@@ -258,7 +258,7 @@ class AvailableNow:
     # -- Segments of scalable topics --------------------------------------------------------------
 
     def _look_at_segments(self, now: float) -> bool:
-        """Receive from segments whose parents are acknowledged; leave out deleted segments.
+        """Receive from segments whose parents have ended; leave out deleted segments.
 
         Returns:
             Whether some segment no longer waits.

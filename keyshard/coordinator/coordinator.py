@@ -229,7 +229,7 @@ class Coordinator:
         self.consumers = Consumers(
             self._broker, self._admin, config, shared, assignment, first_messages=first_messages
         )
-        self.consumers.range_consumers.order.parents = catalog.scalable.parents()
+        window.order.parents = catalog.scalable.parents()
         start = start_position(self._admin, config, checkpoint, found)
         # To register creates the subscription at the beginning of open segments. Later than that,
         # the broker may delete a sealed segment.

@@ -205,7 +205,7 @@ class Discovery:
             with errors.collected():
                 self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
         with errors.collected():
-            self._owned.look_at_ends(self._catalog.scalable.has_ended)
+            self._owned.look_at_ends(self._catalog.scalable.backlog)
         with errors.collected():
             # A regular round repeats it for all: another client may have deleted the registration.
             self._catalog.scalable.register(self._unregistered if early else self._known)
@@ -289,7 +289,7 @@ class Discovery:
             if self._reported.wait(min(ENDS_S, left_s)):
                 return True
             with suppress(BrokerError):  # a round reports it
-                self._owned.look_at_ends(self._catalog.scalable.has_ended)
+                self._owned.look_at_ends(self._catalog.scalable.backlog)
         return self._reported.wait(max(0.0, end_s - time.monotonic()))
 
     def _attempt(self, *, early: bool) -> None:

@@ -75,10 +75,18 @@ class InFlightEntries:
             return left
 
     def begun(self, wheres: Collection[TopicPartition]) -> set[TopicPartition]:
-        """Return the topic partitions of which the newest checkpoint has an entry."""
+        """Return those topic partitions of which the newest checkpoint has an entry.
+
+        It may also have one of a segment that succeeds them.
+        """
+        window, found = self._window, set[TopicPartition]()
+        if not wheres:
+            return found
         with self._shared.lock:
-            known = ((where, self._window.known.get(where)) for where in wheres)
-            return {where for where, of in known if of and (of.state.delivered or of.state.floor)}
+            for where, of in window.known.items():
+                if of.state.delivered or of.state.floor:
+                    found |= {where, *window.order.ancestors(where)}
+        return found & set(wheres)
 
     def drop_delivered(self, handled: Handled) -> None:
         """Remove messages of entries that the newest checkpoint has, or that never come again."""

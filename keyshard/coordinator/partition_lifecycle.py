@@ -13,7 +13,7 @@ from keyshard.consumers.subscribe import consumer_name
 from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.subscription_state import SubscriptionState
-from keyshard.errors import KeyShardError
+from keyshard.errors import BrokerError, KeyShardError
 
 
 class PartitionLifecycle:
@@ -63,7 +63,7 @@ class PartitionLifecycle:
         window = self._shared.window
         with self._consumers.changing:
             self._consumers.range_consumers.drop(gone, for_others=again)
-            self._consumers.range_consumers.order.forget(gone)
+            window.order.forget(gone)
             with self._shared.lock:
                 for topic_partition in gone:
                     window.drop_partition(topic_partition, gone=False)
@@ -77,30 +77,50 @@ class PartitionLifecycle:
 
     def order(self, parents: Mapping[TopicPartition, frozenset[TopicPartition]]) -> None:
         """Receive from segments only after their parents, given by segment."""
-        self._consumers.range_consumers.order.parents = parents
+        self._shared.window.order.parents = parents
 
     def waits(self, where: TopicPartition) -> bool:
         """Return whether a segment waits for its parents."""
-        return self._consumers.range_consumers.order.waits(where)
+        return self._shared.window.order.waits(where)
 
     @property
     def segments_waiting(self) -> int:
         """Number of segments that wait for their parents."""
-        return self._consumers.range_consumers.order.waiting()
+        return self._shared.window.order.waiting()
 
-    def look_at_ends(self, has_ended: Callable[[TopicPartition], bool]) -> None:
-        """Receive from segments whose parents are acknowledged.
+    def look_at_ends(self, backlog: Callable[[TopicPartition], int | None]) -> None:
+        """Receive from segments whose parents are acknowledged, or received up to their ends.
 
         Args:
-            has_ended: Whether everything in a sealed segment is acknowledged.
+            backlog: Returns the number of entries of a segment that are not acknowledged; ``None``
+                without the subscription.
 
         Raises:
             BrokerError: It is unknown.
         """
-        order = self._consumers.range_consumers.order
+        order = self._shared.window.order
         for parent in order.awaited():
-            if has_ended(parent):
+            left = backlog(parent)
+            if left == 0 or (left and self._has_rest(parent, left)):
                 order.end(parent)
+
+    def _has_rest(self, parent: TopicPartition, backlog: int) -> bool:
+        """Return whether a sealed segment is received up to its end.
+
+        Entries of the backlog that wait for their time, or for the end of a transaction, are not.
+        """
+        with self._shared.lock:
+            window = self._shared.window.known.get(parent)
+            if window is None or not window.has_rest(backlog):
+                return False
+        try:
+            consumer = self._consumers.range_consumers.consumer_of(parent)
+            last = None if consumer is None else consumer.last_entry()
+        except BrokerError:
+            return False  # the next look asks again
+        # If entries that this source holds have expired, the backlog may have as many others.
+        with self._shared.lock:
+            return last is not None and (window.holds(last) or window.state.covers(last))
 
     def identify(self, subscription_id: SubscriptionId | None) -> None:
         """Set the id of the subscription in the next checkpoints."""
@@ -168,7 +188,7 @@ class BoundedSegments:
         everything in it is acknowledged."""
 
     def look(self) -> None:
-        """Receive from segments whose parents are acknowledged, and close deleted segments.
+        """Receive from segments whose parents have ended, and close deleted segments.
 
         Raises:
             BrokerError: The segments are unknown, or could not be closed.
@@ -188,7 +208,7 @@ class BoundedSegments:
         self._owned.order(
             {one: parents[one] & self._of_run for one in self._of_run & parents.keys()}
         )
-        self._owned.look_at_ends(self._scalable.has_ended)
+        self._owned.look_at_ends(self._scalable.backlog)
 
     def waits(self, where: TopicPartition) -> bool:
         """Return whether a segment waits for its parents."""

@@ -107,6 +107,17 @@ def place_in_order(where: TopicPartition) -> tuple[str, int]:
     return topic_of(where), int(where.topic.rpartition("-")[2])
 
 
+def reading_order(where: TopicPartition) -> tuple[str, int]:
+    """Return the place of a topic partition among others, ancestors before their descendants.
+
+    Segments of a topic come by their ids, and the old partitions of a migrated topic before them.
+    Other topic partitions come by topic and number.
+    """
+    if not is_segment(where):
+        return where.topic, where.partition
+    return place_in_order(where)
+
+
 @dataclass(frozen=True, slots=True)
 class TopicSegment:
     """One segment of a scalable topic."""
@@ -215,10 +226,9 @@ class SegmentGraph:
 class SegmentOrder:
     """Decides which segments wait for their parents. Any thread may call it.
 
-    All ranges of a child pause until everything in each parent is acknowledged. keyshard
-    acknowledges an entry after its batch is committed, so the messages of the parents are then in
-    committed batches. Meanwhile the consumers of the child are subscribed: the subscription keeps
-    its messages.
+    All ranges of a child pause until each parent has ended: everything in it is acknowledged, or
+    this source has received all of the rest. Meanwhile the consumers of the child are subscribed:
+    the subscription keeps its messages.
     """
 
     def __init__(self) -> None:
@@ -235,6 +245,16 @@ class SegmentOrder:
         """Return the number of segments that wait."""
         return sum(map(self.waits, self.parents))
 
+    def ancestors(self, where: TopicPartition) -> set[TopicPartition]:
+        """Return the segments that a segment succeeds, also through others."""
+        parents, found = self.parents, set[TopicPartition]()
+        left = [where] if parents else []
+        while left:
+            new = parents.get(left.pop(), frozenset()) - found
+            found |= new
+            left += new
+        return found
+
     def awaited(self) -> set[TopicPartition]:
         """Return the parents that some segment waits for, and that wait for none themselves."""
         found = {parent for parents in self.parents.values() for parent in parents - self._ended}
@@ -245,5 +265,5 @@ class SegmentOrder:
         self._ended.difference_update(gone)
 
     def end(self, parent: TopicPartition) -> None:
-        """Note that everything in a sealed segment is acknowledged, which stays so."""
+        """Note that a sealed segment has ended, which stays so."""
         self._ended.add(parent)

@@ -135,19 +135,19 @@ def test_a_question_that_fails_after_a_segment_was_closed_does_not_forget_it(
     topic.split(0)
     topic.publish(8)
     topic.split(1)
-    shrink, has_ended, failed = PartitionLifecycle.shrink, ScalableTopics.has_ended, [0]
+    shrink, parents, failed = PartitionLifecycle.shrink, ScalableTopics.parents, [0]
 
-    def fails(self: ScalableTopics, segment: TopicPartition) -> bool:
+    def fails(self: ScalableTopics) -> Any:
         if failed[0] == 1:
             failed[0] += 1
             raise BrokerUnavailableError("The broker is away.")
-        return has_ended(self, segment)
+        return parents(self)
 
     def shrinks(self: PartitionLifecycle, *of: Any, **how: Any) -> None:
         shrink(self, *of, **how)
         failed[0] += 1
 
-    monkeypatch.setattr(ScalableTopics, "has_ended", fails)
+    monkeypatch.setattr(ScalableTopics, "parents", fails)
     monkeypatch.setattr(PartitionLifecycle, "shrink", shrinks)
     with bounded(topic, available_now_quiet_ms=HOUR_MS) as coordinator:
         while (end := coordinator.batches.cut_available(8)) is not None:
@@ -231,15 +231,15 @@ def test_children_of_a_segment_with_a_delayed_message_are_left_for_a_later_run(
 def test_a_question_about_the_segments_that_fails_leaves_nothing_out(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends, asked = ScalableTopics.has_ended, [0]
+    backlog, asked = ScalableTopics.backlog, [0]
 
-    def fails(self: ScalableTopics, segment: TopicPartition) -> bool:
+    def fails(self: ScalableTopics, segment: TopicPartition) -> int | None:
         asked[0] += 1
         if asked[0] < 5:
             raise BrokerUnavailableError("The broker is away.")
-        return ends(self, segment)
+        return backlog(self, segment)
 
-    monkeypatch.setattr(ScalableTopics, "has_ended", fails)
+    monkeypatch.setattr(ScalableTopics, "backlog", fails)
     topic.publish(8)
     topic.split(0)
     topic.publish(8)
@@ -251,10 +251,10 @@ def test_a_question_about_the_segments_that_fails_leaves_nothing_out(
 def test_a_run_whose_segments_stay_unknown_fails_with_the_reason(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: ScalableTopics, segment: TopicPartition) -> bool:
+    def fails(self: ScalableTopics, segment: TopicPartition) -> int | None:
         raise BrokerUnavailableError("The broker is away.")
 
-    monkeypatch.setattr(ScalableTopics, "has_ended", fails)
+    monkeypatch.setattr(ScalableTopics, "backlog", fails)
     topic.publish(8)
     topic.split(0)
     topic.publish(8)

@@ -20,6 +20,7 @@ from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_segments import SegmentOrder
 from keyshard.errors import (
     AuthenticationError,
     AuthorizationError,
@@ -307,7 +308,7 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_ope
 
 
 def test_topic_partitions_may_come_while_another_thread_asks_which_are_consumed() -> None:
-    found = RangeConsumers(None, None, config("orders"), assign(1))  # type: ignore[arg-type]
+    found = RangeConsumers(None, None, config("orders"), assign(1), SegmentOrder())  # type: ignore[arg-type]
     here, later = TopicPartition("orders", 0), TopicPartition("orders", 1)
     found.by_partition[here] = []
 

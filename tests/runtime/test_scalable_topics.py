@@ -50,27 +50,105 @@ def waiting(coordinator: object) -> int:
     return found
 
 
-def test_rows_of_children_come_after_the_parent_is_acknowledged(topic: ScalableTopic) -> None:
+def test_rows_of_children_come_after_those_of_the_parent_in_one_batch(
+    topic: ScalableTopic,
+) -> None:
     topic.publish(16)
-    source = source_of()
-    with topic.running(source) as coordinator:
+    with topic.running(source_of(parallelism=3)) as coordinator:
         received(coordinator, 16)
         topic.split(0)
         topic.publish(24)
-        wait_until(lambda: coordinator.status()["topicPartitions"] == 3)
-        assert waiting(coordinator) == 2
-        first = coordinator.batches.cut()
-        assert first is not None
-        topic.take(rows_of(coordinator, first))
-        assert len(topic.got) == 16
-        assert waiting(coordinator) == 2, "the batch is not committed"
-        coordinator.batches.release(first)
-        wait_until(lambda: waiting(coordinator) == 0)
         received(coordinator, 40)
-        second = coordinator.batches.cut()
-        assert second is not None
-        topic.take(rows_of(coordinator, second))
-        coordinator.batches.release(second)
+        assert waiting(coordinator) == 0
+        end = coordinator.batches.cut()
+        assert end is not None
+        laid_out = rows_of(coordinator, end)
+        stored = Checkpoint.from_json(end.to_json())
+    topic.take(laid_out)
+    topic.check()
+    with topic.running(source_of(), stored, planned=True) as again:
+        assert rows_of(again, stored) == laid_out, "a batch that runs again has the same rows"
+
+
+def test_a_batch_has_no_rows_of_children_while_the_parent_has_more(topic: ScalableTopic) -> None:
+    topic.publish(16)
+    with topic.running(source_of()) as coordinator:
+        received(coordinator, 16)
+        topic.split(0)
+        topic.publish(24)
+        received(coordinator, 40)
+        topic.drain(coordinator, 10)
+    topic.check()
+
+
+def test_children_wait_until_the_parent_is_received(topic: ScalableTopic) -> None:
+    topic.publish(16)
+    with topic.running(source_of()) as coordinator:
+        coordinator.consumers.intake.paused = True
+        topic.publish(16)
+        topic.split(0)
+        topic.publish(16)
+        coordinator.discovery.round()
+        assert waiting(coordinator) == 2
+        coordinator.consumers.intake.paused = False
+        topic.drain(coordinator)
+    topic.check()
+
+
+def test_a_delayed_message_of_the_parent_holds_its_children_up(topic: ScalableTopic) -> None:
+    topic.publish(16)
+    topic.cluster.publish(TOPIC, Stored(b"99", key=KEYS[0], deliver_at_ms=2**42))
+    with topic.running(source_of()) as coordinator:
+        received(coordinator, 16)
+        topic.split(0)
+        topic.publish(8)
+        coordinator.discovery.round()
+        assert waiting(coordinator) == 2
+
+
+def test_a_parent_whose_held_entries_expire_is_not_taken_for_received(
+    topic: ScalableTopic,
+) -> None:
+    """The backlog then has as many entries as the source holds, but they are others."""
+    (parent,) = topic.cluster.scalable.graph(TOPIC).partitions
+    topic.publish(8)
+    with topic.running(source_of()) as coordinator:
+        received(coordinator, 8)
+        coordinator.consumers.intake.paused = True
+        topic.publish(8)
+        topic.split(0)
+        with coordinator.consumers.shared.lock:
+            window = coordinator.consumers.shared.window.known[parent]
+            held = sorted(window.held)
+            assert window.has_rest(len(held))
+        topic.cluster.acknowledge(parent, "unit", held)
+        assert topic.cluster.backlog(parent, "unit") == len(held)
+        coordinator.discovery.round()
+        assert waiting(coordinator) == 2
+
+
+def test_a_slow_key_of_the_parent_holds_only_itself_up() -> None:
+    topic, source = handled("slow-key-of-segments", 1, parallelism=3)
+    held = threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.key == KEYS[0]:
+            held.wait(DEADLINE_S)
+        topic.handle(message)
+
+    topic.publish(16)
+    with source.running(handle):
+        try:
+            wait_until(lambda: len(topic.got) == 14)
+            topic.split(0)
+            topic.publish(16)
+            topic.cluster.scalable.merge(TOPIC, 1, 2)
+            topic.publish(16)
+            wait_until(lambda: len(topic.got) == 42)
+            assert all(key != KEYS[0] for key, _ in topic.got)
+        finally:
+            held.set()
+        wait_until(lambda: len(topic.got) == topic.sent)
     topic.check()
 
 
@@ -165,18 +243,21 @@ def test_segments_that_appear_while_no_source_runs_keep_their_messages(
 
 
 def test_the_backlog_counts_the_segments_that_wait(topic: ScalableTopic) -> None:
-    topic.publish(16)
+    topic.publish(12)
     with topic.running(source_of()) as coordinator:
-        received(coordinator, 16)
+        received(coordinator, 12)
+        coordinator.consumers.intake.paused = True
+        topic.publish(4)
         topic.split(0)
         topic.publish(8)
         wait_until(lambda: coordinator.status()["backlogEntries"] == 24)
         assert waiting(coordinator) == 2
-        end = coordinator.batches.cut()
+        coordinator.consumers.intake.paused = False
+        received(coordinator, 16)
+        end = coordinator.batches.cut(16)
         assert end is not None
         topic.take(rows_of(coordinator, end))
         coordinator.batches.release(end)
-        coordinator.discovery.round()
         wait_until(lambda: coordinator.status()["entriesToAcknowledge"] == 0)
         coordinator.discovery.round()
         assert coordinator.status()["backlogEntries"] == 8
@@ -436,15 +517,15 @@ def test_a_question_that_fails_while_segments_wait_ends_nothing(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [0]
-    ends = ScalableTopics.has_ended
+    backlog = ScalableTopics.backlog
 
-    def fails(self: ScalableTopics, segment: TopicPartition) -> bool:
+    def fails(self: ScalableTopics, segment: TopicPartition) -> int | None:
         asked[0] += 1
         if asked[0] < 4:
             raise BrokerError("The broker is away.")
-        return ends(self, segment)
+        return backlog(self, segment)
 
-    monkeypatch.setattr(ScalableTopics, "has_ended", fails)
+    monkeypatch.setattr(ScalableTopics, "backlog", fails)
     topic.publish(8)
     topic.split(0)
     topic.publish(8)
@@ -574,6 +655,35 @@ def test_a_restart_repeats_no_message_that_was_handled_before_another_key_of_its
         broken.discard(str(heals))
         with source.running(handle, **how):
             wait_until(lambda count=count: len(topic.got) == count)  # type: ignore[misc]
+    topic.check()
+
+
+def test_a_restart_repeats_no_message_of_a_parent_after_those_of_its_children(
+    tmp_path: Path,
+) -> None:
+    """The entries of the parent are not completed, those of the children are."""
+    topic, source = handled("half-parents-of-segments", 1, parallelism=3)
+    broken = {KEYS[0]}
+
+    def handle(message: Message) -> None:
+        if message.key in broken:
+            raise ValueError("not yet")
+        topic.handle(message)
+
+    how: Any = {
+        "checkpoint": f"file://{tmp_path / 'c.json'}",
+        "retry": RetryPolicy(wait=wait_fixed(3_600), stop=stop_never),
+    }
+    topic.publish_mixed(5)
+    with source.running(handle, **how):
+        wait_until(lambda: len(topic.got) == 4)
+        topic.split(0)
+        topic.publish(11)
+        wait_until(lambda: len(topic.got) == 14)
+    broken.clear()
+    with source.running(handle, **how):
+        topic.publish(8)
+        wait_until(lambda: len(topic.got) == topic.sent)
     topic.check()
 
 

@@ -16,6 +16,7 @@ from keyshard.core.position.checkpoint import Checkpoint, named
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
+from keyshard.core.topic_segments import SegmentOrder
 from keyshard.core.window.admission import Budget
 from keyshard.core.window.partition_window import PartitionWindow
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
@@ -235,7 +236,7 @@ def test_consumers_that_begin_replace_the_list_of_a_topic_partition_once() -> No
             self.range_consumers += len(range_consumers)
 
     config = SourceConfig(topics="orders", subscription="s", receive_threads=1)
-    consumers = RangeConsumers(None, None, config, assign(50))  # type: ignore[arg-type]
+    consumers = RangeConsumers(None, None, config, assign(50), SegmentOrder())  # type: ignore[arg-type]
     served = Served()
     consumers.receivers = [served]  # type: ignore[list-item]
     lists = consumers.by_partition = Lists()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, range_index
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.core.topic_segments import is_segment
+from keyshard.core.topic_segments import is_segment, reading_order
 
 ROWS_PER_PARTITION_MIN = 50_000
 """Row count that justifies a partition of the host, unless the rows are large."""
@@ -68,12 +68,13 @@ def lay_out(
             range.
 
     Returns:
-        For each partition with data, ascending: its entries by (topic partition, ledger, entry). An
-        entry of a segment is in each partition that has some of its messages; see :func:`own`.
+        For each partition with data, ascending: its entries by (topic partition, ledger, entry).
+        Segments come after their ancestors. An entry of a segment is in each partition that has
+        some of its messages; see :func:`own`.
     """
     result: defaultdict[int, list[Located]] = defaultdict(list)
     count = partitions or ranges
-    for topic_partition in sorted(entries):
+    for topic_partition in sorted(entries, key=reading_order):
         segment = is_segment(topic_partition)
         for block in entries[topic_partition]:
             if segment and block.mixed_slots:

@@ -240,6 +240,14 @@ class PartitionWindow:
         """Return whether an entry is received, taken, planned or expected."""
         return entry_id in self.held or entry_id in self.expected
 
+    def has_rest(self, backlog: int) -> bool:
+        """Return whether all unacknowledged entries, of a number that the broker told, are held.
+
+        Then none of them is still to come, if the topic partition is sealed and no other client
+        acknowledges entries: the broker counts every held entry.
+        """
+        return len(self.held) == backlog and not self.expected
+
     def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> ReceiveResult:
         """Return the outcome for an entry whose id is held or resolved.
 

@@ -23,7 +23,7 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, S
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_identity import lowest_known_ledger
-from keyshard.core.topic_segments import is_segment
+from keyshard.core.topic_segments import SegmentOrder, is_segment, reading_order
 from keyshard.core.window.admission import Budget, split_limits
 from keyshard.core.window.backpressure import Backpressure
 from keyshard.core.window.layout import home_range
@@ -64,6 +64,8 @@ class Window:
         """Ranges that pause. The caller that adds or drops partitions calls
         :meth:`Backpressure.shared_anew`."""
         self.batches = PlannedBatches()
+        self.order = SegmentOrder()
+        """Segments hand out nothing while the window has received entries of an ancestor."""
         self.task_costs = TaskCosts()
         """Decides the number of partitions of a batch at its cut; the checkpoint stores it."""
         self.completed: dict[TopicPartition, list[EntryBlock]] = {}
@@ -163,33 +165,35 @@ class Window:
 
         A cut takes at most half of the budget, so that receiving continues while the host works.
         Limits are split over the topic partitions in proportion to their received rows. A single
-        larger entry is still taken.
+        larger entry is still taken. If a batch has entries of a segment, it or an earlier batch has
+        all entries of the ancestors.
 
         Args:
             rows_max: Most rows of the batch.
             payload_max: Most payload of the batch, bytes.
         """
-        filled = {tp: self.known[tp] for tp in sorted(self._filled)}
+        filled = {tp: self.known[tp] for tp in sorted(self._filled, key=reading_order)}
         ready = {tp: window for tp, window in filled.items() if not window.waiting_rows}
         budget = self.budget
-        limits = split_limits(
-            {tp: window.received_sizes for tp, window in ready.items()},
-            (
-                min(rows_max or budget.rows_max, max(1, budget.rows_max // 2)),
-                max(1, budget.bytes_max // 2),
-                payload_max,
-            ),
-            {tp for tp, window in ready.items() if window.left_out},
+        demands = {tp: window.received_sizes for tp, window in ready.items()}
+        totals = (
+            min(rows_max or budget.rows_max, max(1, budget.rows_max // 2)),
+            max(1, budget.bytes_max // 2),
+            payload_max,
         )
-        cuts = {
-            tp: ready[tp].take(
-                most, self._newest.room(tp, len(limits), budget.checkpoint_bytes_max)
-            )
-            for tp, most in limits.items()
-        }
-        entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
-        for tp in limits:
-            self.known[tp].refused_at_bytes = self._newest.bytes
+        left_out = {tp for tp, window in ready.items() if window.left_out}
+        limits = split_limits(demands, totals, left_out)
+        if limits != demands:
+            # Not everything fits. Then segments take no share before their ancestors are cut.
+            demands = {tp: sizes for tp, sizes in demands.items() if not self._waits(tp)}
+            limits = split_limits(demands, totals, left_out)
+        entries: dict[TopicPartition, list[EntryBlock]] = {}
+        for tp, most in limits.items():
+            window = ready[tp]
+            room = self._newest.room(tp, len(limits), budget.checkpoint_bytes_max)
+            if not self._waits(tp) and (blocks := window.take(most, room)):
+                entries[tp] = blocks
+            window.refused_at_bytes = self._newest.bytes
             self._looked(tp)
         self.received_rows = sum([self.known[tp].ready_rows for tp in self._filled])
         for tp in ready.keys() - entries:
@@ -214,6 +218,9 @@ class Window:
         share = None if rows_max is None or not turn else max(1, rows_max // len(turn))
         taken: list[tuple[TopicPartition, int, EntryBlock]] = []
         for topic_partition in turn:
+            if self._waits(topic_partition):
+                self._looked(topic_partition)
+                continue
             window = self.known[topic_partition]
             self.received_rows -= window.ready_rows
             for block in window.take_oldest(share):
@@ -244,7 +251,12 @@ class Window:
         """
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
-        for topic_partition, ids in completed.items():
+        for topic_partition in sorted(completed, key=reading_order):
+            ids = completed[topic_partition]
+            if left and not left.keys().isdisjoint(self.order.ancestors(topic_partition)):
+                # A restart would handle those of the ancestor again, after newer messages of a key.
+                left[topic_partition] = sorted(ids)
+                continue
             bytes_max = self.budget.checkpoint_bytes_max if limited else _ANY_BYTES
             room = self._newest.room(topic_partition, len(completed), bytes_max)
             blocks = self.known[topic_partition].give_back(ids, room)
@@ -428,6 +440,10 @@ class Window:
         self._newest.record(topic_partition, state)
         if state is not None and state.batch:
             self._changing[topic_partition] = None
+
+    def _waits(self, topic_partition: TopicPartition) -> bool:
+        """Return whether the window has received entries of an ancestor of a segment."""
+        return not self._filled.keys().isdisjoint(self.order.ancestors(topic_partition))
 
     def _looked(self, topic_partition: TopicPartition) -> None:
         """Update the bookkeeping of a topic partition from which entries were taken."""
