@@ -13,10 +13,11 @@ _AGAIN = killer(
 _UNREADABLE = killer(
     "runtime/test_corrupt", "test_unreadable_entries_alone_are_acknowledged_after_a_restart"
 )
+_WINDOW = "unit/test_segment_order"
 
 OF_SCALABLE_TOPICS = (
     Mutant(
-        name="receive from a segment before its parents are acknowledged",
+        name="receive from a segment before its parents have ended",
         promise="Order: the messages of a key in a parent come before those in its children.",
         edits=(
             Edit(
@@ -26,8 +27,117 @@ OF_SCALABLE_TOPICS = (
             ),
         ),
         killers=(
-            killer(_TESTS, "test_rows_of_children_come_after_the_parent_is_acknowledged"),
+            killer(_TESTS, "test_children_wait_until_the_parent_is_received"),
             killer(_TESTS, "test_a_split_while_the_source_is_down_keeps_the_order"),
+        ),
+    ),
+    Mutant(
+        name="take a parent for received while entries of it are to come",
+        promise="Order: the messages of a key in a parent come before those in its children.",
+        edits=(
+            Edit(
+                "keyshard/core/window/partition_window.py",
+                "        return len(self.held) == backlog and not self.expected\n",
+                "        return True\n",
+            ),
+            Edit(
+                "keyshard/coordinator/partition_lifecycle.py",
+                "            return last is not None and (window.holds(last) or",
+                "            return True or (window.holds(last) or",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_children_wait_until_the_parent_is_received"),
+            killer(_TESTS, "test_a_delayed_message_of_the_parent_holds_its_children_up"),
+            _ORDER,
+        ),
+    ),
+    Mutant(
+        name="take as many held entries as the backlog has for the backlog",
+        promise="Order: also if entries that a source holds are acknowledged by others.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/partition_lifecycle.py",
+                "            return last is not None and (window.holds(last) or",
+                "            return True or (window.holds(last) or",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_a_parent_whose_held_entries_expire_is_not_taken_for_received"),
+        ),
+    ),
+    Mutant(
+        name="wait for the commit of the parents",
+        promise="A slow key of a parent holds up no other key.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/partition_lifecycle.py",
+                "            if left == 0 or (left and self._has_rest(parent, left)):\n",
+                "            if left == 0:\n",
+            ),
+        ),
+        killers=(killer(_TESTS, "test_a_slow_key_of_the_parent_holds_only_itself_up"),),
+    ),
+    Mutant(
+        name="hand out entries of a segment beside those that the window has of its parents",
+        promise="Order: a batch has rows of a segment only with all rows of its parents.",
+        edits=(
+            Edit(
+                "keyshard/core/window/window.py",
+                "        return not self._filled.keys().isdisjoint(",
+                "        return False and not self._filled.keys().isdisjoint(",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_a_batch_has_no_rows_of_children_while_the_parent_has_more"),
+            killer(_WINDOW, "test_handlers_get_entries_of_a_segment_after_those_of_its_ancestors"),
+        ),
+    ),
+    Mutant(
+        name="lay segments out by their names",
+        promise="Order: in a batch, rows of a segment come after those of its parents.",
+        edits=(
+            Edit(
+                "keyshard/core/window/layout.py",
+                "sorted(entries, key=reading_order)",
+                "sorted(entries)",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_rows_of_children_come_after_those_of_the_parent_in_one_batch"),
+        ),
+    ),
+    Mutant(
+        name="store completed entries of a segment without those of its parents",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/core/window/window.py",
+                "            if left and not left.keys().isdisjoint(",
+                "            if False and not left.keys().isdisjoint(",
+            ),
+        ),
+        killers=(
+            killer(
+                _WINDOW,
+                "test_completed_entries_stay_out_of_a_checkpoint_that_lacks_some_of_an_ancestor",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget handled messages of a parent of which no entry is completed",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/in_flight.py",
+                "found |= {where, *window.order.ancestors(where)}",
+                "found |= {where}",
+            ),
+        ),
+        killers=(
+            killer(
+                _TESTS, "test_a_restart_repeats_no_message_of_a_parent_after_those_of_its_children"
+            ),
         ),
     ),
     Mutant(
