@@ -63,7 +63,7 @@ class SourceReads:
 
         - ``"earliest"``, or ``"latest"`` (after the last entry now);
         - a position ``"ledger:entry"`` or ``"ledger:entry:index"``, as in the column
-          ``__messageId``, but not of a scalable topic;
+          ``__messageId``; of a scalable topic only in a dict, by the names of segments;
         - a time: a ``datetime``, a text such as ``"2026-11-21T08:00+01:00"``, or an ``int`` of
           milliseconds since 1970. Without a zone it is UTC.
 

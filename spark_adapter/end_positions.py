@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from keyshard import Checkpoint
 from keyshard.coordinator.start_positions import positions_of
-from keyshard.core.position.read_bounds import parse_bound
+from keyshard.core.position.read_bounds import bound_text, parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplits
@@ -142,5 +142,6 @@ def _of_query(query: Any) -> dict[str, str]:
         except CheckpointError:
             continue
         if (made_up or checkpoint.subscription == source.subscription) and checkpoint.partitions:
-            return {name: str(at) for name, at in positions_of(source, checkpoint).items()}
+            found = positions_of(source, checkpoint)
+            return {name: bound_text(at) for name, at in found.items()}
     raise NotRunningError("The query has no batch yet.", "Try again later.")

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
@@ -447,6 +448,17 @@ class Broker(OpensReaders, Protocol):
             TopicNotFoundError: The topic does not exist.
             AuthorizationError: The permission is missing.
             BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
+
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:  # fmt: skip
+        """Move a cursor without consumers, and return the position after its mark-delete.
+
+        ``start`` is a publish time, milliseconds, or a message of an entry of ``batch_size``. A
+        missing subscription is created first. If a consumer is connected, it raises
+        RangeConflictError (retriable).
         """
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:

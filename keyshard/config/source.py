@@ -77,9 +77,9 @@ class SourceConfig:
     """Number of hash ranges, independent of the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)
     """Position at which a new subscription begins: ``earliest`` or ``latest``. With
-    ``admin_url`` also a position per topic partition as JSON, ``{"orders-partition-0":
-    "7:120"}``, or a publish time with a zone, ``2026-11-21T08:00:00+01:00``. Ignored if the
-    subscription exists at the first start."""
+    ``admin_url`` also a position per topic partition or segment as JSON,
+    ``{"orders-partition-0": "7:120"}``, or a publish time with a zone,
+    ``2026-11-21T08:00:00+01:00``. Ignored if the subscription exists at the first start."""
     batch_rows_max: int | None = field(default=None, kw_only=True)
     """Most rows of one batch; ``None``: what was received, up to half of the window."""
     batch_bytes_max: int | None = field(default=None, kw_only=True)
@@ -221,7 +221,7 @@ class SourceConfig:
         check_bool("telemetry", self.telemetry)
         self._check_numbers()
         self._check_workers()
-        self._check_scalable(start)
+        self._check_scalable()
         if (
             self.batch_rows_min
             and self.batch_rows_max
@@ -360,7 +360,7 @@ class SourceConfig:
         """Whether it consumes scalable topics."""
         return any(map(is_scalable, [*self.topics, self.topics_pattern or ""]))
 
-    def _check_scalable(self, start: object) -> None:
+    def _check_scalable(self) -> None:
         """Check that nothing is requested which cannot be had of a scalable topic."""
         if not self.is_scalable:
             return
@@ -376,7 +376,6 @@ class SourceConfig:
                 "Set admin_url.",
             )
         wrong = {
-            "starting_position": not isinstance(start, Edge),
             "transport": self.how_to_connect().by_client,
             "workers": self.parsed_workers() is not None,
         }
@@ -387,21 +386,6 @@ class SourceConfig:
                     "scalable topic.",
                     f"{_OF_SCALABLE[name]}, or name persistent topics.",
                 )
-
-    def refuse_scalable(self, use: str) -> None:
-        """Raise an error if one of the topics is a scalable topic.
-
-        Args:
-            use: The requested use, as the subject of a sentence.
-
-        Raises:
-            ConfigError: One is.
-        """
-        if self.is_scalable:
-            raise ConfigError(
-                f"{use} of a scalable topic is not supported.",
-                "Consume it with run, batches, open or a stream, or name persistent topics.",
-            )
 
     def parsed_workers(self) -> WorkersOption | None:
         """Return the workers that host the consumers; ``None``: this process."""
@@ -444,7 +428,6 @@ _BY_CLIENT = {
     ),
 }
 _OF_SCALABLE = {
-    "starting_position": "Begin at 'earliest' or 'latest'",
     "transport": f"Set transport to {WIRE!r}",
     "workers": f"Set workers to {EMBEDDED!r}",
 }

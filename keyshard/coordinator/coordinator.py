@@ -213,7 +213,9 @@ class Coordinator:
         consumers = consumers_each(found.consumed, assignment)
         check_consumer_limits(self._admin, found.consumed, consumers, timeout_s)
         if checkpoint is None:
-            create_subscriptions(self._admin, config, found.consumed)
+            create_subscriptions(
+                self._broker, self._admin, config, found.consumed, catalog.scalable.topic_of
+            )
         properties = read_properties(self._admin, config, found.consumed)
         first_messages = read_first_messages(self._admin, config, properties, starts=True)
         self._ids = SubscriptionIds(

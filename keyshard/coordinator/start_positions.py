@@ -10,14 +10,16 @@ subscription names the first message that belongs to the source (docs/adr/0029).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 
 from keyshard.broker.admin.port import BEGINS_PROPERTY, Admin
 from keyshard.broker.connect import connect, connect_admin
+from keyshard.broker.port import Broker
 from keyshard.broker.retry import retry_until
 from keyshard.broker.topics import Catalog, look, warn_of_existing
 from keyshard.config.source import SourceConfig
+from keyshard.coordinator.segment_starts import NAME, SegmentStarts, position_in
 from keyshard.coordinator.subscription_ids import Properties, read_properties
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
@@ -28,32 +30,40 @@ from keyshard.core.position.read_bounds import (
     Edge,
     fixed,
     parse_bound,
-    parse_bounds,
     parse_start,
 )
 from keyshard.core.position.split import stretch
 from keyshard.core.read_target import Target
+from keyshard.core.topic_segments import is_segment
 from keyshard.errors import AdminError, ConfigError, NotRunningError
-from keyshard.reading.split_planner import check_stored, gone
+from keyshard.reading.split_planner import gone
+from keyshard.reading.stored_positions import bounds_of, check_stored
 from keyshard.threads import Pool
 
 THREADS_MAX = 8
 """Topic partitions that are handled in parallel."""
-NAME = "starting_position"
 
 
 def create_subscriptions(
-    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition]
-) -> None:
+    broker: Broker, admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition],
+    topic_of: Callable[[TopicPartition], str],
+) -> None:  # fmt: skip
     """Create missing subscriptions, if the source starts at positions or a time.
 
     If one of the positions is wrong, none is created. Existing subscriptions stay as they are.
+
+    Args:
+        broker: Moves cursors of segments.
+        admin: Creates the others.
+        config: The source.
+        found: Its topic partitions.
+        topic_of: Returns the topic of a topic partition; of a segment, its scalable topic.
 
     Raises:
         ConfigError: A topic partition has no position, or a position names one that is not
             consumed.
         DataLossTrimmedError, PositionAheadError, TopicRecreatedError: A position names an entry
-            that is not stored; see :func:`keyshard.reading.split_planner.check_stored`.
+            that is not stored; see :func:`keyshard.reading.stored_positions.check_stored`.
         BrokerError: The admin interface does not answer, or refuses.
     """
     start = parse_start(NAME, config.starting_position)
@@ -62,11 +72,21 @@ def create_subscriptions(
         return
     assert admin is not None, "positions need admin_url"
     # A time holds for all topic partitions.
-    bounds: dict[TopicPartition, Bound] = (
-        dict.fromkeys(found, start) if isinstance(start, int) else parse_bounds(NAME, start, found)
+    bounds = bounds_of(
+        NAME, start, found, config.fail_on_data_loss, topic_of if config.is_scalable else None
     )
-    warn_of_existing(admin, config.subscription, found, config.starting_position)
     creator = _SubscriptionCreator(admin, config)
+    if config.is_scalable:
+
+        def prepare(where: TopicPartition, bound: Bound) -> Callable[[], None]:
+            position = creator.position(where, bound)
+            return lambda: creator.create(where, position)
+
+        for topic in sorted(set(map(topic_of, found))):
+            of_topic = {where: bounds[where] for where in found if topic_of(where) == topic}
+            SegmentStarts(broker, admin, config, topic, prepare).create(of_topic)
+        return
+    warn_of_existing(admin, config.subscription, found, config.starting_position)
     with Pool(THREADS_MAX, "keyshard-begin") as pool:
         positions = list(pool.map(creator.position, found, map(bounds.__getitem__, found)))
         list(pool.map(creator.create, found, positions))
@@ -205,8 +225,10 @@ def read_first_messages(
 # -- Positions that a stream has reached, for a bounded read of its messages ----------------------
 
 
-def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, MessageId]:
+def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, MessageId | Edge]:
     """Return, per topic partition, the first entry after those of a checkpoint.
+
+    Segments that were deleted have no position: they were acknowledged.
 
     Raises:
         ConfigError: The source has no ``admin_url``.
@@ -219,16 +241,18 @@ def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, Mess
             "The positions of a stream need the admin interface, which lists the stored entries.",
             "Set admin_url.",
         )
-    source.refuse_scalable("A list of positions")
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
         found = look(Catalog(broker, admin, source), checkpoint, timeout_s).consumed
         return {
-            where.name: _position_after(
-                admin, source, where, checkpoint.partitions.get(where, PartitionCheckpoint())
+            where.name: (
+                position_in(broker, admin, source, where, state)
+                if is_segment(where)
+                else _position_after(admin, source, where, state)
             )
             for where in found
+            for state in [checkpoint.partitions.get(where, PartitionCheckpoint())]
         }
 
 

@@ -9,50 +9,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import OpensReaders, ReadOptions
 from keyshard.broker.retry import retry_until
 from keyshard.broker.unreadable_entries import entry_of
-from keyshard.core.message import MessageId
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger, ledgers_read
-from keyshard.core.position.read_bounds import parse_bound
 from keyshard.errors import (
     ChunkedMessageError,
-    ConfigError,
     ReplayTimeoutError,
     TopicNotFoundError,
     UnreadableEntryError,
 )
 from keyshard.reading.scan import READ_WAIT_MS
-from keyshard.redaction import shown
 
 UNLISTED = "the broker lists no ledgers of segments"
 """The placement of ledgers of segments."""
 _log = logging.getLogger(__name__)
+_EARLIEST = EntryId(0, 0)
 _ONE = ReadOptions(receiver_queue_size=1, first=1, columns=())
 
 
-def check_of_segments(bounds: Mapping[str, object], limits: Mapping[str, object]) -> None:
-    """Check the options of a read of scalable topics; log those that have no effect.
+def warn_of_limits(limits: Mapping[str, object]) -> None:
+    """Log the options of a read that have no effect on scalable topics.
 
     Args:
-        bounds: Start and end, by name.
         limits: Options that leave out entries by the list of ledgers, by name; ``None``: not given.
-
-    Raises:
-        ConfigError: A bound is a position.
     """
-    for name, bound in bounds.items():
-        if isinstance(bound, Mapping) or isinstance(parse_bound(name, bound), MessageId):
-            raise ConfigError(
-                f"{name} is {shown(bound)}, but a position belongs to one segment, and the "
-                "segments of a scalable topic change.",
-                "Write 'earliest', 'latest' or a time.",
-            )
     for name, limit in limits.items():
         if limit is not None:
             _log.warning("%s leaves out no entries of a scalable topic: %s", name, UNLISTED)
@@ -77,26 +63,39 @@ def segment_ledgers(
     size_bytes = retry_until(lambda: admin.stored_bytes(where), timeout_s)
     if size_bytes is None:
         raise _deleted(where)
-    return ledgers_read(_looks(broker, where, timeout_s), size_bytes, UNLISTED)
+    return ledgers_read(lambda at: first_stored(broker, where, timeout_s, at), size_bytes, UNLISTED)
 
 
-def first_stored(broker: OpensReaders, where: TopicPartition, timeout_s: float) -> EntryId | None:
-    """Return the first entry that is stored in a segment; ``None`` if there is none.
+def first_stored(
+    broker: OpensReaders, where: TopicPartition, timeout_s: float, at: EntryId = _EARLIEST
+) -> EntryId | None:
+    """Return the first entry that is stored in a segment from a position on.
+
+    Returns:
+        ``None`` if there is none.
 
     Raises:
         TopicNotFoundError: The segment was deleted.
         ReplayTimeoutError: A Reader returned nothing in time (retriable).
         BrokerError: The broker cannot be reached, or refuses.
     """
-    return _looks(broker, where, timeout_s)(EntryId(0, 0))
+    found = first_block(broker, where, at, timeout_s)
+    return found.id if isinstance(found, EntryBlock) else found
 
 
-def _looks(
-    broker: OpensReaders, where: TopicPartition, timeout_s: float
-) -> Callable[[EntryId], EntryId | None]:
-    """Return a function that returns the first entry at or after a position."""
+def first_block(
+    broker: OpensReaders, where: TopicPartition, at: EntryId, timeout_s: float
+) -> EntryBlock | EntryId | None:
+    """Return messages of the first entry that is stored at or after a position.
 
-    def look(at: EntryId) -> EntryId | None:
+    Returns:
+        The id of an entry that cannot be read, and ``None`` if nothing is stored.
+
+    Raises:
+        As for :func:`first_stored`.
+    """
+
+    def look() -> EntryBlock | EntryId | None:
         end_s = time.monotonic() + timeout_s
         with closing(broker.reader(where, at, _ONE)) as reader:
             while time.monotonic() < end_s:
@@ -108,14 +107,14 @@ def _looks(
                 except (UnreadableEntryError, ChunkedMessageError) as exc:
                     return entry_of(exc)
                 if blocks:
-                    return blocks[0].id
+                    return blocks[0]
         raise ReplayTimeoutError(
             f"A reader of {where} returned nothing from {at.ledger}:{at.entry} on for "
             f"{timeout_s:g} s.",
             "Check the load of the broker, or raise operation_timeout_ms.",
         )
 
-    return lambda at: retry_until(lambda: look(at), timeout_s)
+    return retry_until(look, timeout_s)
 
 
 def _deleted(where: TopicPartition) -> TopicNotFoundError:

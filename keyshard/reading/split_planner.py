@@ -38,7 +38,6 @@ from keyshard.core.position.read_bounds import (
     check_order,
     fixed,
     parse_bound,
-    parse_bounds,
 )
 from keyshard.core.position.replicas import OFFLOADED, UNKNOWN, LedgerReplicas, OffloadedLedger
 from keyshard.core.position.split import Closed, Split, stretch
@@ -48,13 +47,10 @@ from keyshard.errors import (
     AuthorizationError,
     BrokerError,
     ConfigError,
-    DataLossTrimmedError,
-    KeyShardError,
-    PositionAheadError,
     TopicNotFoundError,
-    TopicRecreatedError,
 )
-from keyshard.reading.segment_ledgers import check_of_segments, segment_ledgers
+from keyshard.reading.segment_ledgers import segment_ledgers, warn_of_limits
+from keyshard.reading.stored_positions import bounds_of, check_stored
 from keyshard.redaction import listed
 from keyshard.threads import Pool
 
@@ -264,79 +260,6 @@ def created(admin: Admin, topic_partition: TopicPartition) -> str:
         return ""
 
 
-def check_stored(
-    admin: Admin, name: str, topic_partition: TopicPartition, bound: Bound,
-    ledgers: Sequence[Ledger], *, timeout_s: float, fail_on_data_loss: bool,
-) -> None:  # fmt: skip
-    """Check that the entry at a position is stored, or is the next one to be written.
-
-    Args:
-        admin: Knows the last written entry, even if it is no longer stored.
-        name: Name of the bound, for errors.
-        topic_partition: The topic partition of the bound.
-        bound: Start or end of a read; only positions are checked.
-        ledgers: All stored ledgers.
-        timeout_s: How long a request is retried, seconds.
-        fail_on_data_loss: Whether a failed check is an error; if not, it is a warning.
-
-    Raises:
-        DataLossTrimmedError: The entry is no longer stored.
-        PositionAheadError: The position is after all stored entries, and is not the next one.
-        TopicRecreatedError: The position names an entry that its ledger never had.
-    """
-    loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
-    if isinstance(loss, DataLossTrimmedError):
-        last = retry_until(lambda: admin.last_written(topic_partition), timeout_s)
-        # Retention removed all entries, and the position is that of the next one.
-        if last is not None and bound == MessageId(last.ledger, last.entry + 1, 0):
-            return
-    if loss and fail_on_data_loss:
-        raise loss
-    if loss:
-        _log.warning(
-            "%s The stored entries are read, because fail_on_data_loss is false.", loss.summary
-        )
-
-
-def _loss(
-    name: str, topic_partition: TopicPartition, position: MessageId, ledgers: Sequence[Ledger]
-) -> KeyShardError | None:
-    """Return the error of a position whose entry is neither stored nor the next one."""
-    ledger, entry, index = position
-    # A position inside an entry means that the entry existed.
-    end = entry + (index > 0)
-    sizes = {one.id: one.entries for one in ledgers}
-    oldest, newest = min(sizes, default=-1), max(sizes, default=-1)
-    says = f"{name} of {topic_partition} is {position}, but "
-    facts = {"topic_partition": topic_partition.name, "missing": str(position)}
-    wayout = "To read the stored entries, set fail_on_data_loss to false."
-    if (ledger, end) > (newest, sizes.get(newest, 0)):
-        return PositionAheadError(
-            f"{says}this is after all stored entries: the newest ledger {newest} has "
-            f"{sizes.get(newest, 0)} entries, without those of open transactions. The position "
-            "belongs to another topic, or to a topic that was deleted and created again.",
-            f"Correct the position. {wayout}",
-            **facts,
-        )
-    if ledger < oldest:
-        return DataLossTrimmedError(
-            f"{says}the first stored ledger is {oldest}. Retention or TTL removed the earlier "
-            "ledgers, or the topic was deleted and created again.",
-            f"Begin at 'earliest'. {wayout}",
-            **facts,
-        )
-    # An empty ledger is removed when it closes; its position is that of the next ledger.
-    if end > sizes.get(ledger, 0):
-        has = f"has {sizes[ledger]} entries" if ledger in sizes else "does not exist"
-        return TopicRecreatedError(
-            f"{says}ledger {ledger} {has}. The position belongs to another topic, or to a topic "
-            "that was deleted and created again.",
-            f"Correct the position. {wayout}",
-            **facts,
-        )
-    return None
-
-
 def gone(topic_partition: TopicPartition) -> TopicNotFoundError:
     """Return the error for a topic partition that disappeared after it was looked up."""
     return TopicNotFoundError(
@@ -405,22 +328,21 @@ def plan_read(
         )
     index = None if ledger_index is None else open_index(ledger_index)
     if source.is_scalable:
-        check_of_segments(
-            {"start": start, "end": end},
-            {"disorder_max_s": disorder_max_s, "ledger_index": ledger_index},
-        )
+        warn_of_limits({"disorder_max_s": disorder_max_s, "ledger_index": ledger_index})
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     if segments.offloads is not None:
         open_offloads(segments.offloads)  # a task would find out later
     with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
         for attempt in range(1, ATTEMPTS + 1):
-            found = look(Catalog(broker, admin, source), None, timeout_s).consumed
+            catalog = Catalog(broker, admin, source)
+            found = look(catalog, None, timeout_s).consumed
+            of_topic = catalog.scalable.topic_of if source.is_scalable else None
             try:
                 found_stretches = stretches(
                     admin,
-                    parse_bounds("start", start, found),
-                    parse_bounds("end", end, found),
+                    bounds_of("start", start, found, source.fail_on_data_loss, of_topic),
+                    bounds_of("end", end, found, source.fail_on_data_loss, of_topic),
                     timeout_s,
                     broker=broker,
                     disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),

@@ -19,6 +19,7 @@ from keyshard.broker.port import (
     SubscriptionSpec,
 )
 from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.threads import Pool
@@ -78,6 +79,15 @@ class RemoteBroker:
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
         return self._local.watch_segments(topic, changed)
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:
+        return self._local.begin(topic_partition, subscription, start, batch_size)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> RemoteConsumer:
         worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]

@@ -14,6 +14,7 @@ _UNREADABLE = killer(
     "runtime/test_corrupt", "test_unreadable_entries_alone_are_acknowledged_after_a_restart"
 )
 _WINDOW = "unit/test_segment_order"
+_STARTS = "runtime/test_segment_starts"
 
 OF_SCALABLE_TOPICS = (
     Mutant(
@@ -521,5 +522,75 @@ OF_SCALABLE_TOPICS = (
                 "test_the_doctor_compares_an_expected_load_with_the_widest_open_segment",
             ),
         ),
+    ),
+    Mutant(
+        name="mark no start at positions as unfinished",
+        promise="A start that died is made again: no earlier message comes, and none is lost.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/segment_starts.py",
+                "            self._register(mark)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(_STARTS, "test_a_start_that_died_is_made_again_and_nothing_is_lost_or_repeated"),
+        ),
+    ),
+    Mutant(
+        name="trust the broker about where a subscription begins",
+        promise="A source starts at its position, or not at all.",
+        edits=(Edit("keyshard/coordinator/segment_starts.py", "if first != second:", "if False:"),),
+        killers=(killer(_STARTS, "test_a_subscription_that_begins_elsewhere_is_named"),),
+    ),
+    Mutant(
+        name="trust the broker to keep acknowledgements of parts of entries",
+        promise="A source that starts inside an entry gets no earlier message of it.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/segment_starts.py",
+                "if one.start.batch_index and",
+                "if not one.start and",
+            ),
+        ),
+        killers=(killer(_STARTS, "test_a_broker_that_keeps_no_parts_of_entries_is_named"),),
+    ),
+    Mutant(
+        name="move a subscription that exists",
+        promise="An existing subscription stays where it is.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/segment_starts.py",
+                "if self._exists_in_some(bounds):",
+                "if False:",
+            ),
+        ),
+        killers=(killer(_STARTS, "test_an_existing_subscription_stays_where_it_is"),),
+    ),
+    Mutant(
+        name="read segments without a position from their beginning",
+        promise="Positions name every segment that existed when they were noted.",
+        edits=(
+            Edit(
+                "keyshard/core/segment_bounds.py",
+                "    return reached > one.last_hash\n",
+                "    return True\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_segment_bounds", "test_a_segment_that_existed_needs_a_position"),
+        ),
+    ),
+    Mutant(
+        name="ignore positions in deleted segments",
+        promise="No loss: messages after a position in a deleted segment are a named loss.",
+        edits=(
+            Edit(
+                "keyshard/core/segment_bounds.py",
+                "    if not lost:\n",
+                "    if True:\n",
+            ),
+        ),
+        killers=(killer(_STARTS, "test_positions_in_a_segment_that_was_deleted_are_data_loss"),),
     ),
 )

@@ -20,7 +20,6 @@ from keyshard.broker.port import StartPosition
 from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.broker.topics import Catalog, look
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
@@ -768,7 +767,6 @@ def test_a_missing_topic_is_named_at_the_start(topic: ScalableTopic) -> None:
     [
         ({"workers": "processes:2"}, "workers is 'processes:2'"),
         ({"transport": "client"}, "transport is 'client'"),
-        ({"starting_position": "2026-11-21T08:00:00Z"}, "starting_position is"),
         ({"admin_url": None}, "needs the admin interface"),
     ],
 )
@@ -789,12 +787,6 @@ def test_scalable_and_persistent_topics_are_not_mixed() -> None:
 def test_a_wrong_name_is_refused_at_once(name: str) -> None:
     with pytest.raises(ConfigError, match="is not the name of a scalable topic"):
         KeyShardSource(name, subscription="s")
-
-
-def test_what_asks_the_admin_interface_is_refused_by_name() -> None:
-    idle = KeyShardSource(TOPIC, subscription="s", service_url="memory://x", admin_url="memory://x")
-    with pytest.raises(ConfigError, match="A list of positions of a scalable topic"):
-        positions_of(idle, Checkpoint("", "s", 1))
 
 
 def test_a_handler_runs_until_all_segments_are_acknowledged() -> None:

@@ -22,6 +22,7 @@ from keyshard.broker.port import (
     SubscriptionSpec,
 )
 from keyshard.broker.reports import SegmentWatch, WorkerFacts
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_segments import SegmentGraph
@@ -232,6 +233,17 @@ class Client:
         changed: Callable[[Collection[str]], None],
     ) -> None:
         """Report nothing: the client cannot."""
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:
+        return self.network.request(
+            lambda: self._inner.begin(topic_partition, subscription, start, batch_size)
+        )
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
         def report() -> None:

@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from keyshard.testing.devbroker import DevBroker
+from spark_adapter import positions
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.scalable_topic import ScalableTopic
@@ -61,9 +62,9 @@ class Query:
         """A bounded read of the topic."""
         return self._spark.read.format("keyshard").options(**self._where, **options).load()
 
-    def _start(self, parallelism: int, **trigger: Any) -> StreamingQuery:
+    def _start(self, parallelism: int, start: str = "earliest", **trigger: Any) -> StreamingQuery:
         options = {
-            "subscription": "spark", "startingOffsets": "earliest", "parallelism": str(parallelism)
+            "subscription": "spark", "startingOffsets": start, "parallelism": str(parallelism)
         }  # fmt: skip
         rows = self._spark.readStream.format("keyshard").options(**self._where, **options).load()
         return (
@@ -74,8 +75,8 @@ class Query:
         )
 
     @contextmanager
-    def running(self, parallelism: int) -> Iterator[StreamingQuery]:
-        query = self._start(parallelism, processingTime="0 seconds")
+    def running(self, parallelism: int, start: str = "earliest") -> Iterator[StreamingQuery]:
+        query = self._start(parallelism, start, processingTime="0 seconds")
         try:
             yield query
         finally:
@@ -154,7 +155,7 @@ def test_a_bounded_read_has_all_segments_and_takes_filters(
             assert later.count() == len(topic.sent)
         finally:
             spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-        with pytest.raises(AnalysisException, match="a position belongs to one segment"):
+        with pytest.raises(AnalysisException, match="is no segment of"):
             query.table(startingOffsets='{"a": "3:7"}').count()
 
 
@@ -192,3 +193,26 @@ def test_a_pattern_takes_all_matching_topics_in_streams_bounded_runs_and_reads(
         assert {row["__topic"].rpartition("/")[0] for row in table.select("__topic").collect()} == {
             topic.name.replace("topic://", "segment://") for topic in topics
         }
+
+
+def test_a_stream_goes_on_where_a_read_ends_though_segments_split_in_between(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        topic.keep()
+        query = Query(spark, dev_broker, topic, tmp_path)
+        topic.publish(100)
+        history = query.table()
+        behind = positions(history)
+        topic.split(0)
+        topic.publish(100)
+        read = [row["v"] for row in history.selectExpr("cast(value as string) as v").collect()]
+        with query.running(3, behind) as running:
+            wait_until(lambda: len(query.got) >= 100, END_S)
+            topic.check([*read, *query.got])
+            topic.publish(50)
+            wait_until(lambda: sum(one["numInputRows"] for one in running.recentProgress) >= 150)
+        end = positions(running)
+        between = query.table(startingOffsets=behind, endingOffsets=end)
+        rows = [row["v"] for row in between.selectExpr("cast(value as string) as v").collect()]
+        assert sorted(rows) == sorted(query.got)

@@ -145,6 +145,13 @@ class Admin(Protocol):
             BrokerError: The request fails.
         """
 
+    def unregister(self, topic: str, subscription: str) -> None:
+        """Delete a subscription of a scalable topic from all segments. Idempotent.
+
+        Raises:
+            BrokerError: The request fails.
+        """
+
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
     ) -> bool:

@@ -85,7 +85,7 @@ _CONSUMERS = (
 
 class PulsarAdmin:
     """Calls of ``/admin/v2``. Methods that change the broker: :meth:`remove_leftover`,
-    :meth:`create`, :meth:`begin`, :meth:`register` and :meth:`set_property`.
+    :meth:`create`, :meth:`begin`, :meth:`register`, :meth:`unregister` and :meth:`set_property`.
 
     Args:
         connection: A connection with an ``admin_url``.
@@ -222,8 +222,7 @@ class PulsarAdmin:
 
     def register(self, topic: str, subscription: str) -> None:
         """See :meth:`Admin.register`. Where the subscription exists, it stays as it is."""
-        name = quote(subscription, safe="")
-        path = f"{scalable_path(topic)}/subscriptions/{name}?type=QUEUE"
+        path = f"{scalable_path(topic)}/subscriptions/{quote(subscription, safe='')}?type=QUEUE"
         answer = self._request("PUT", path, timeout=CREATE_S)
         if answer.is_success:
             return
@@ -245,6 +244,13 @@ class PulsarAdmin:
             "Check admin_url and the log of the broker. Without the registration, the broker may "
             "delete messages that are not consumed yet.",
         )
+
+    def unregister(self, topic: str, subscription: str) -> None:
+        """See :meth:`Admin.unregister`."""
+        path = f"{scalable_path(topic)}/subscriptions/{quote(subscription, safe='')}"
+        answer = self._request("DELETE", path, timeout=CREATE_S)
+        if not says_missing(answer):
+            self._checked(path, answer)
 
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None

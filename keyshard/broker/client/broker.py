@@ -33,6 +33,7 @@ from keyshard.broker.port import (
 from keyshard.broker.preflight import missing_topics
 from keyshard.broker.reports import SegmentWatch, WorkerFacts
 from keyshard.config.connection import Connection
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
 
@@ -85,6 +86,18 @@ class ClientBroker:
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:  # noqa: ARG002
         raise ConfigError(
             f"pulsar-client cannot consume {topic}, which is a scalable topic.",
+            "Set transport to wire.",
+        )
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,  # noqa: ARG002 - pulsar-client moves only cursors of its consumers
+        batch_size: int = 1,  # noqa: ARG002
+    ) -> EntryId:
+        raise ConfigError(
+            f"pulsar-client cannot move subscription {subscription!r} of {topic_partition}.",
             "Set transport to wire.",
         )
 

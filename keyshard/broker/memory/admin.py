@@ -118,6 +118,9 @@ class MemoryAdmin:
     def register(self, topic: str, subscription: str) -> None:
         self._cluster.scalable.register(topic, subscription)
 
+    def unregister(self, topic: str, subscription: str) -> None:
+        self._cluster.scalable.unregister(topic, subscription)
+
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         with self._cluster.lock:
             where = self._topic_of(topic_partition)

@@ -23,9 +23,10 @@ from keyshard.broker.port import (
     SubscriptionSpec,
 )
 from keyshard.broker.reports import WorkerFacts
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import BrokerError, ConfigError
+from keyshard.errors import BrokerError, ConfigError, RangeConflictError
 
 _names = itertools.count()
 _Handle: TypeAlias = MemoryConsumer | MemoryReader | MemoryProducer | MemoryEntryProducer
@@ -84,6 +85,32 @@ class MemoryBroker:
         watch = self._cluster.scalable.watch(topic, changed)
         self._watches.append(watch)
         return watch
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:
+        with self._cluster.lock:
+            self._check_open()
+            where, cluster = topic_partition, self._cluster
+            log = cluster.open_log(where)
+            if cluster.open_subscription(where, subscription, StartPosition.EARLIEST).members:
+                raise RangeConflictError(
+                    f"Could not move a subscription of {where}: it has consumers.", "Stop them."
+                )
+            first = log.position_at(start) if isinstance(start, int) else EntryId(*start[:2])
+            cluster.reset_cursor(where, subscription, first)
+            cursor = cluster.subscription(where, subscription).cursor
+            if isinstance(start, MessageId) and start.batch_index:
+                cursor.ack_indices(cursor.mark_delete + 1, range(start.batch_index), batch_size)
+                cursor.write(cluster.now_ms())
+            if cursor.mark_delete < 0:
+                return EntryId(min(log.ledger_sizes), 0)
+            marked = log.id(cursor.mark_delete)
+            return EntryId(marked.ledger, marked.entry + 1)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
         size, where, name = spec.receiver_queue_size, spec.topic_partition, spec.subscription

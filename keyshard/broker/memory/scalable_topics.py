@@ -163,7 +163,8 @@ class MemoryScalableTopics:
         with self._lock:
             self._registered[topic].discard(subscription)
             for where in self.graph(topic).partitions:
-                self._cluster.delete_subscription(where, subscription)
+                if subscription in self._cluster.subscriptions(where):
+                    self._cluster.delete_subscription(where, subscription)
 
     def collect(self, topic: str) -> list[int]:
         """Delete sealed segments without parents that registered subscriptions do not need.

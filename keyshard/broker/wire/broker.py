@@ -26,6 +26,7 @@ from keyshard.broker.port import (
 from keyshard.broker.preflight import missing_topics
 from keyshard.broker.reports import TopicWatch, WorkerFacts
 from keyshard.broker.retry import Retrier
+from keyshard.broker.wire.beginning import WireBeginning
 from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
@@ -39,6 +40,7 @@ from keyshard.broker.wire.reconnect import Shared, first_answer
 from keyshard.broker.wire.scalable_watches import ABSENT, ScalableWatches, WireSegmentWatch
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.topic_segments import SCALABLE
 from keyshard.errors import (
@@ -155,6 +157,17 @@ class WireBroker:
         consumer = WireConsumer(self._shared, spec, start, hand_on=self._acknowledge_by_another)
         self._open(consumer)
         return consumer
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:
+        with self._lock:
+            self._check_open()
+        return WireBeginning(self._shared, topic_partition, subscription).move(start, batch_size)
 
     def reader(
         self,

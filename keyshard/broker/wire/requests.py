@@ -15,7 +15,7 @@ from keyshard.errors import BrokerUnavailableError
 
 _ANSWER_TO = {
     "partitioned_metadata": "partitioned_metadata_response", "lookup": "lookup_response",
-    "subscribe": "success", "close_consumer": "success", "ack": "ack_response",
+    "subscribe": "success", "seek": "success", "close_consumer": "success", "ack": "ack_response",
     "get_last_message_id": "get_last_message_id_response", "get_schema": "get_schema_response",
     "producer": "producer_success", "close_producer": "success",
     "watch_topic_list": "watch_topic_list_success",

@@ -24,6 +24,7 @@ from keyshard.broker.port import (
 )
 from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.core.dead_letter import PREFIX
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots, routing_key
@@ -97,6 +98,15 @@ class RecordingBroker:
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
         return self._broker.watch_segments(topic, changed)
+
+    def begin(
+        self,
+        topic_partition: TopicPartition,
+        subscription: str,
+        start: MessageId | int,
+        batch_size: int = 1,
+    ) -> EntryId:
+        return self._broker.begin(topic_partition, subscription, start, batch_size)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         consumer = self._broker.subscribe(spec, start)
