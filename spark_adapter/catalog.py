@@ -9,7 +9,7 @@
     spark.readStream.option("subscription", "billing").table("`public/default`.orders")
 
 A table has the columns that its topic had at the last sync. The next sync finds new, changed and
-deleted topics.
+deleted topics. The table of a scalable topic is named ``topic://orders``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from keyshard.redaction import Secret, shown
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.query_columns import plan_of, schema_of
-from spark_adapter.session_catalog import SessionCatalog, TableName, columns_alike, named, steps
+from spark_adapter.session_catalog import (
+    SessionCatalog,
+    TableName,
+    columns_alike,
+    named,
+    steps,
+    table_of,
+)
 from spark_adapter.table_options import (
     check_takes_no_filters,
     of_batches,
@@ -76,7 +83,8 @@ def sync(
     """Create, change and drop tables so that the session's catalog matches the topics.
 
     The sync reads every topic before it changes a table. It changes and drops only tables that a
-    sync with the same ``service.url`` made. System topics (``__...``) get no table.
+    sync with the same ``service.url`` made. System topics (``__...``) get no table. The names of
+    tables of scalable topics begin with ``topic://`` (ADR 59).
 
     Args:
         spark: A session. All sessions of its application share the catalog.
@@ -188,9 +196,15 @@ def _topics(connection: Connection, scope: _Namespaces) -> dict[str, list[str]]:
         names = scope.namespaces
         if names is None:
             names = [f"{one}/{of}" for one in scope.tenants for of in admin.namespaces(one)]
-        return {one: sorted(admin.topics(*one.split("/"))) for one in sorted(names)}
+        return {one: topics_of(admin, *one.split("/")) for one in sorted(names)}
 
     return asked_first(connection, listed)
+
+
+def topics_of(admin: Admin, tenant: str, namespace: str) -> list[str]:
+    """Return the full names of all topics of a namespace, ascending."""
+    scalable = admin.scalable_topics(tenant, namespace) or set()
+    return sorted(admin.topics(tenant, namespace) | scalable)
 
 
 class _Sync:
@@ -263,7 +277,7 @@ class _Sync:
     def _look(self, database: str, topics: Sequence[str]) -> None:
         """Work out the tables of a database."""
         _log.info("catalog: %s has %d topics", database, len(topics))
-        by_name = {_local(full): full for full in topics if not is_system_topic(full)}
+        by_name = {table_of(full): full for full in topics if not is_system_topic(full)}
         for table, own in self._named(by_name).items():
             name = TableName(database, table)
             options = {**self._options, "topic": by_name[own]}
@@ -290,7 +304,3 @@ class _Sync:
             raw = schema_of(None, source.metadata_columns)
             return raw, f"column {twice!r} differs from another column only in case"
         return columns, ""
-
-
-def _local(topic: str) -> str:
-    return topic.rpartition("/")[2]

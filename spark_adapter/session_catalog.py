@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from keyshard.core.topic_segments import SCALABLE, is_scalable
 from keyshard.errors import ConfigError
 from spark_adapter.preflight import is_before
 
@@ -156,6 +157,15 @@ def _list(jvm: Any, names: Any) -> list[str]:
 
 
 # -- Differences between the topics and the catalog ------------------------------------------------
+
+
+def table_of(topic: str) -> str:
+    """Return the name of the table of a topic, by its full name.
+
+    A scalable and a persistent topic may have the same name (ADR 59).
+    """
+    name = topic.rpartition("/")[2]
+    return SCALABLE + name if is_scalable(topic) else name
 
 
 class TableName(NamedTuple):

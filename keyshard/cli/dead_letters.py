@@ -175,7 +175,7 @@ def show(  # noqa: PLR0917 - one argument per option
 ) -> None:
     """Show one dead letter: its error, its properties and its value. Changes nothing."""
     from keyshard.core.option_checks import check_choice
-    from keyshard.core.position.entry import full_topic_name
+    from keyshard.core.topic_segments import received_topic_name
     from keyshard.observe.dead_letter_requests import (
         decoded_value,
         message_id_of,
@@ -199,7 +199,7 @@ def show(  # noqa: PLR0917 - one argument per option
                 decoded = decoded_text(found)
     else:
         with _stored(named, dead_letter_topic) as browser:
-            topic = None if topic is None else full_topic_name(topic)
+            topic = None if topic is None else received_topic_name(topic)
             one = browser.one(wanted, topic, partition)
         found = shown_dead_letter(one)
         if by_schema:

@@ -30,7 +30,7 @@ from keyshard.core.position.entry import full_topic_name
 from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
-from keyshard.core.topic_segments import SCALABLE, check_scalable, is_scalable
+from keyshard.core.topic_segments import SCALABLE, SEGMENT, check_scalable, is_scalable
 from keyshard.errors import (
     ConfigError,
     CorruptEntryError,
@@ -377,7 +377,6 @@ class SourceConfig:
             )
         wrong = {
             "transport": self.how_to_connect().by_client,
-            "workers": self.parsed_workers() is not None,
         }
         for name, is_wrong in wrong.items():
             if is_wrong:
@@ -412,7 +411,10 @@ def _topic_names(topics: object) -> tuple[str, ...]:
 
 
 def _full_name(name: str) -> str:
-    return check_scalable(name) if is_scalable(name) else full_topic_name(name)
+    # Brokers take schemes in any case; keyshard takes them as the broker writes them.
+    if name.lower().startswith((SCALABLE, SEGMENT)):
+        return check_scalable(name)
+    return full_topic_name(name)
 
 
 UNREADABLE: Mapping[str, type[UnreadableEntryError]] = {
@@ -429,7 +431,6 @@ _BY_CLIENT = {
 }
 _OF_SCALABLE = {
     "transport": f"Set transport to {WIRE!r}",
-    "workers": f"Set workers to {EMBEDDED!r}",
 }
 """Remedies for options that do not fit a scalable topic."""
 SHORTHANDS = in_both(Connection, SourceConfig)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
-from keyshard.core.position.entry import EntryId, full_topic_name
+from keyshard.core.position.entry import EntryId
+from keyshard.core.topic_segments import received_topic_name, scalable_topic_of
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -32,7 +33,7 @@ class DeadLetterFilter:
     key: str | None = None
     """Routing key of the original."""
     topic: str | None = None
-    """Topic of the original."""
+    """Topic of the original; a scalable topic, or one of its segments."""
     error: str | None = None
     """Kind of its error, as :attr:`~keyshard.core.dead_letter.DeadLetter.error_kind` has it."""
     older_than_s: float | None = None
@@ -61,7 +62,7 @@ class DeadLetterFilter:
         if type(self.rejected) is not bool:
             raise ConfigError(f"rejected is {shown(self.rejected)}; it must be true or false.")
         if self.topic is not None:
-            object.__setattr__(self, "topic", full_topic_name(self.topic))
+            object.__setattr__(self, "topic", received_topic_name(self.topic))
 
     def checked(self, all: object) -> DeadLetterFilter:  # noqa: A002 - named as on the command line
         """Check that the filter of a replay or discard selects dead letters, and return it.
@@ -108,7 +109,7 @@ class DeadLetterFilter:
 
     def matches_place(self, key: str | None, topic: str) -> bool:
         """Whether key and topic of an original match."""
-        return self.key in (None, key) and self.topic in (None, topic)
+        return self.key in (None, key) and self.topic in (None, topic, scalable_topic_of(topic))
 
     def matches(self, dead_letter: DeadLetter, age_ms: int) -> bool:
         """Whether a dead letter matches.

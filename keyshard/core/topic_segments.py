@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import mmh3
 
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError
@@ -51,7 +51,23 @@ def check_scalable(topic: str) -> str:
             f"{shown(topic)} is not the name of a scalable topic.",
             "Write 'topic://tenant/namespace/topic'.",
         )
+    if TopicPartition.parse(topic).partition >= 0:
+        raise ConfigError(
+            f"{shown(topic)} ends like a partition, and a scalable topic has segments instead.",
+            "Leave out '-partition-' and the number.",
+        )
     return topic
+
+
+def received_topic_name(name: str) -> str:
+    """Complete the name of a topic that messages come from, or of a segment.
+
+    Raises:
+        ConfigError: The name is neither.
+    """
+    if name.startswith(SEGMENT):
+        return name
+    return check_scalable(name) if is_scalable(name) else full_topic_name(name)
 
 
 def is_segment(where: TopicPartition) -> bool:

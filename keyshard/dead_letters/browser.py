@@ -135,12 +135,13 @@ class DeadLetterBrowser:
             ConfigError: There is none, or there are several.
             KeyShardError: As for :meth:`page` and :meth:`DeadLetterReader.whole`.
         """
+        place = DeadLetterFilter(topic=topic)
 
         def is_wanted(one: Stored | None) -> bool:
             return (
                 one is not None
                 and one.dead_letter.message.message_id == message_id
-                and topic in (None, one.dead_letter.message.topic)
+                and place.matches_place(one.dead_letter.key, one.dead_letter.message.topic)
                 and partition in (None, one.dead_letter.message.partition)
             )
 

@@ -15,8 +15,8 @@ from keyshard.core.dead_letter import DeadLetter, position_of_text, position_tex
 from keyshard.core.dead_letter_filter import DeadLetterFilter, Plan
 from keyshard.core.message import MessageId
 from keyshard.core.option_checks import check_integer
-from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.key_slot import broker_text
+from keyshard.core.topic_segments import received_topic_name
 from keyshard.dead_letters.browser import Page, Stored
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError
@@ -214,7 +214,7 @@ def message_of(request: Mapping[str, Any]) -> tuple[str | None, int | None, Mess
         raise ConfigError(f"topic is {shown(topic)}.", "Write the name of a topic.")
     if partition is not None:
         check_integer("partition", partition, -1, 2**31 - 1)
-    full_name = None if topic is None else full_topic_name(topic)
+    full_name = None if topic is None else received_topic_name(topic)
     return full_name, partition, message_id_of(request.get("id"))
 
 

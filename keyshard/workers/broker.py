@@ -22,6 +22,8 @@ from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.topic_segments import is_segment, place_in_order
 from keyshard.threads import Pool
 from keyshard.workers.consumer import EntryHolders, RemoteConsumer
 from keyshard.workers.server import LEAVE_S
@@ -31,6 +33,8 @@ from keyshard.workers.worker import Worker
 
 class RemoteBroker:
     """Distributes consumers over workers. In every topic partition, adjacent ranges share a worker.
+
+    A segment of a scalable topic has one consumer (ADR 57), so a worker hosts whole segments.
 
     Args:
         local: The connection of this process.
@@ -90,7 +94,7 @@ class RemoteBroker:
         return self._local.begin(topic_partition, subscription, start, batch_size)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> RemoteConsumer:
-        worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]
+        worker = self._workers[_worker_of(spec, len(self._workers))]
         holders = self._holders.setdefault(spec.topic_partition, EntryHolders())
         return worker.subscribe(spec, start, holders)
 
@@ -119,3 +123,12 @@ class RemoteBroker:
         for worker in self._workers:
             worker.close(deadline_s)
         self._local.close()
+
+
+def _worker_of(spec: SubscriptionSpec, workers: int) -> int:
+    """Return the index of the worker that hosts a consumer."""
+    if not is_segment(spec.topic_partition):
+        return spec.hash_range.start * workers // RING_SIZE
+    # Its one consumer has the whole ring. A change gives its segments consecutive numbers.
+    topic, number = place_in_order(spec.topic_partition)
+    return (key_slot(topic) + number) % workers

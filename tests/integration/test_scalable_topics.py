@@ -53,7 +53,7 @@ class Handled:
 
     def __init__(self, broker: DevBroker, topic: ScalableTopic, folder: Path) -> None:
         self._lock = threading.Lock()
-        self._checkpoint = f"file://{folder / 'checkpoint.json'}"
+        self.checkpoint = f"file://{folder / 'checkpoint.json'}"
         self._broker, self._topic = broker, topic
         self.got: list[str] = []
 
@@ -73,7 +73,7 @@ class Handled:
 
     def running(self, parallelism: int, topic: str = "") -> AbstractContextManager[KeyShardSource]:
         source = self.source(parallelism, topic)
-        return source.running(self.handle, checkpoint=self._checkpoint)
+        return source.running(self.handle, checkpoint=self.checkpoint)
 
 
 def test_handlers_get_each_message_once_in_order_across_splits_and_merges(

@@ -593,4 +593,35 @@ OF_SCALABLE_TOPICS = (
         ),
         killers=(killer(_STARTS, "test_positions_in_a_segment_that_was_deleted_are_data_loss"),),
     ),
+    Mutant(
+        name="name the table of a scalable topic as that of a persistent topic",
+        promise="A table never stands for another topic of the same name.",
+        edits=(
+            Edit(
+                "spark_adapter/session_catalog.py",
+                "    return SCALABLE + name if is_scalable(topic) else name\n",
+                "    return name\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_catalog_plan",
+                "test_scalable_and_persistent_topics_of_one_name_have_tables_of_their_own",
+            ),
+        ),
+    ),
+    Mutant(
+        name="host all segments in one worker",
+        promise="Workers share the segments of a scalable topic.",
+        edits=(
+            Edit(
+                "keyshard/workers/broker.py",
+                "    return (key_slot(topic) + number) % workers\n",
+                "    return key_slot(topic) % workers\n",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_scalable_workers", "test_workers_share_the_segments_of_a_topic"),
+        ),
+    ),
 )

@@ -765,7 +765,6 @@ def test_a_missing_topic_is_named_at_the_start(topic: ScalableTopic) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": "processes:2"}, "workers is 'processes:2'"),
         ({"transport": "client"}, "transport is 'client'"),
         ({"admin_url": None}, "needs the admin interface"),
     ],

@@ -18,7 +18,7 @@ FAULTS: dict[str, Any] = {
     "spark": faults, "handlers": handling_faults, "workers": worker_faults,
     "pipeline": pipeline_faults, "spark-frames": faults, "handlers-frames": handling_faults,
     "pipeline-frames": pipeline_faults, "spark-segments": OF_QUERY,
-    "handlers-segments": OF_HANDLERS,
+    "handlers-segments": OF_HANDLERS, "workers-segments": worker_faults,
     "spark-segments-frames": OF_QUERY, "handlers-segments-frames": OF_HANDLERS,
 }  # fmt: skip
 """Faults of each world."""

@@ -17,6 +17,7 @@ from tests.simulation.handling.scalable import ScalableHandlerWorld
 from tests.simulation.handling.world import HandlerWorld
 from tests.simulation.pipeline.world import FramedPipelineWorld, PipelineWorld
 from tests.simulation.scalable import ScalableWorld
+from tests.simulation.scalable_workers import ScalableWorkersWorld
 from tests.simulation.workers import WorkersWorld
 from tests.simulation.world import Outcome, World
 
@@ -25,6 +26,7 @@ WORLDS: dict[str, type[World] | type[HandlerWorld]] = {
     "pipeline": PipelineWorld, "spark-frames": FramedWorld, "handlers-frames": FramedHandlerWorld,
     "pipeline-frames": FramedPipelineWorld, "spark-segments": ScalableWorld,
     "handlers-segments": ScalableHandlerWorld,
+    "workers-segments": ScalableWorkersWorld,
     "spark-segments-frames": FramedScalableWorld,
     "handlers-segments-frames": FramedScalableHandlerWorld,
 }  # fmt: skip

@@ -8,8 +8,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from examples.parquet_query import session
+from keyshard.testing.devbroker import DevBroker
 from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.preflight import is_before
+from tests.spark.spark_tenant import Tenant
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,15 @@ def spark() -> Iterator[SparkSession]:
     spark.conf.set("spark.sql.shuffle.partitions", "2")
     yield spark
     spark.stop()
+
+
+@pytest.fixture
+def tenant(
+    spark: SparkSession, dev_broker: DevBroker, request: pytest.FixtureRequest
+) -> Iterator[Tenant]:
+    name = f"catalog-{abs(hash(request.node.name))}"
+    yield Tenant(dev_broker, spark, name)
+    spark.sql(f"DROP DATABASE IF EXISTS `{name}/default` CASCADE")
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from keyshard.testing.devbroker import DevBroker
@@ -15,6 +17,8 @@ from keyshard.testing.verify.file_sink import SinkCheck, committed_files
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.support.deadlines import deadline
+from tests.support.scalable_topic import ScalableTopic
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -92,3 +96,42 @@ def test_rows_go_between_executors_and_none_is_lost_with_a_killed_executor(
     for promise in ("no loss", "exactly once into the checkpoint", "order per key"):
         assert verdicts[promise].checked >= LOAD.messages
         assert verdicts[promise].holds, verdicts[promise].message
+
+
+@pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics")
+def test_entries_of_several_ranges_stay_on_executors_and_are_divided_there(
+    dev_broker: DevBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes"
+    notes.touch()
+    monkeypatch.setenv("KEYSHARD_TEST_NOTES", str(notes))
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        topic.publish_mixed(400, 10)
+        options = {
+            "topic": topic.name, "subscription": SUBSCRIPTION, "startingOffsets": "earliest",
+            "service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url,
+            "parallelism": "4", "tasksPerBatch": "4", "workers": "spark:2",
+        }  # fmt: skip
+        run = SparkProcess(options, tmp_path, module="tests.spark.executors_query")
+
+        def got() -> list[str]:
+            """Values in the order of batches and files."""
+            return [
+                value.decode()
+                for files in committed_files(tmp_path / "sink").values()
+                for file in files
+                for value in pq.read_table(file, columns=["value"])["value"].to_pylist()
+            ]
+
+        try:
+            eventually(lambda: len(got()) >= 400, WAIT_S, "all is committed")
+            topic.split(0)
+            topic.publish_mixed(200, 10)
+            eventually(lambda: len(got()) >= 600, WAIT_S, "the children are committed")
+        finally:
+            print(run.tail())
+            run.stop()
+        topic.check(got())
+    total = counted(notes)
+    assert total["kept"] >= 600
+    assert total["served"] == 0

@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pulsar
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
@@ -26,10 +28,14 @@ pytestmark = [
     pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics"),
 ]
 END_S = deadline(180)
+OF_JVM = ["value", "__key", "__topic", "__messageId", "__publishTime", "__eventTime"]
 
 
 class Query:
     """A query that notes the values of its batches, in the order of their tasks."""
+
+    source = "keyshard"
+    options = {"subscription": "spark", "startingOffsets": "earliest"}  # noqa: RUF012 - constant
 
     def __init__(
         self,
@@ -58,15 +64,15 @@ class Query:
             **self._topics,
         }  # fmt: skip
 
-    def table(self, **options: str) -> DataFrame:
-        """A bounded read of the topic."""
-        return self._spark.read.format("keyshard").options(**self._where, **options).load()
+    def table(self, **options: str | None) -> DataFrame:
+        """A bounded read of the topic; Spark leaves out an option that is ``None``."""
+        return self._spark.read.format(self.source).options(**self._where | options).load()
 
     def _start(self, parallelism: int, start: str = "earliest", **trigger: Any) -> StreamingQuery:
         options = {
-            "subscription": "spark", "startingOffsets": start, "parallelism": str(parallelism)
+            **self._where, **self.options, "startingOffsets": start, "parallelism": str(parallelism)
         }  # fmt: skip
-        rows = self._spark.readStream.format("keyshard").options(**self._where, **options).load()
+        rows = self._spark.readStream.format(self.source).options(**options).load()
         return (
             rows.writeStream.foreachBatch(self.note)
             .option("checkpointLocation", str(self._folder / "checkpoint"))
@@ -89,6 +95,13 @@ class Query:
             assert query.awaitTermination(int(END_S))
         finally:
             query.stop()
+
+
+class PulsarQuery(Query):
+    """The same with the names of the JVM connector, and the subscription of the checkpoint."""
+
+    source = "pulsar"
+    options = {"startingOffsets": "earliest"}  # noqa: RUF012 - constant
 
 
 def test_each_message_is_in_one_batch_in_order_while_segments_split_and_merge(
@@ -216,3 +229,54 @@ def test_a_stream_goes_on_where_a_read_ends_though_segments_split_in_between(
         between = query.table(startingOffsets=behind, endingOffsets=end)
         rows = [row["v"] for row in between.selectExpr("cast(value as string) as v").collect()]
         assert sorted(rows) == sorted(query.got)
+
+
+def test_format_pulsar_reads_a_scalable_topic_as_any_other(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    draw = random.Random(6)
+    with closing(ScalableTopic(dev_broker)) as topic, closing(ScalableTopic(dev_broker)) as other:
+        topic.keep()
+        query = PulsarQuery(spark, dev_broker, topic, tmp_path)
+        topic.publish(100)
+        topic.change(draw)
+        topic.publish(100)
+        table = query.table()
+        assert table.columns == [*OF_JVM, "__messageProperties"]
+        rows = table.collect()
+        topic.check([bytes(row["value"]).decode() for row in rows])
+        assert all(row["__key"] == bytes(row["value"]).partition(b":")[0] for row in rows)
+        assert all(
+            row["__topic"].startswith(f"{topic.name.replace('topic:', 'segment:')}/")
+            for row in rows
+        )
+        ids = {bytes(row["__messageId"]) for row in rows}
+        assert len({(row["__topic"], bytes(row["__messageId"])) for row in rows}) == len(rows)
+        assert all(pulsar.MessageId.deserialize(one).ledger_id() >= 0 for one in ids)
+        assert query.table(startingOffsets="latest").count() == 0
+
+        other.publish(30)
+        both = query.table(topics=f"{topic.name}, {other.name}", topic=None)
+        assert both.select("__topic").distinct().count() == 4
+        assert both.count() == len(rows) + 30
+
+
+def test_a_stream_of_format_pulsar_goes_on_over_splits_with_the_subscription_of_its_checkpoint(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    draw = random.Random(7)
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        query = PulsarQuery(spark, dev_broker, topic, tmp_path)
+        topic.publish(100)
+        for parallelism in (3, 5):
+            with query.running(parallelism):
+                wait_until(lambda: query.got, END_S)
+                topic.change(draw)
+                topic.publish(100)
+                wait_until(lambda: len(query.got) >= len(topic.sent), END_S)
+            topic.change(draw)
+            topic.publish(100)
+        query.available_now(3)
+        topic.check(query.got)
+        stats = httpx.get(f"{dev_broker.admin_url}{topic.path}/stats").json()
+        assert len(stats["subscriptions"]) == 1, "each start had the same one"

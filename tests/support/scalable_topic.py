@@ -11,9 +11,10 @@ from contextlib import closing, suppress
 
 import httpx
 
-from keyshard.broker.port import Producer
+from keyshard.broker.port import Producer, PublishOptions
 from keyshard.broker.reports import SegmentWatch
 from keyshard.broker.wire.broker import WireBroker
+from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerError
@@ -33,7 +34,8 @@ class ScalableTopic:
         keys: Number of keys.
         partitions: If given, the topic is first a persistent one of that many partitions; see
             :meth:`migrate`.
-        prefix: Beginning of its name.
+        prefix: Beginning of its name, if it has a new one.
+        name: Its name; default: a new one.
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class ScalableTopic:
         segments: int = 1,
         keys: int = 40,
         partitions: int = 0,
+        *,
         prefix: str = "scalable",
+        name: str = "",
     ) -> None:
         self._broker = broker
         self._http = httpx.Client(base_url=broker.admin_url, timeout=deadline(30))
         self._keys = keys
         self._stop = threading.Event()
         self._failed: list[BaseException] = []
-        self.name = f"topic://public/default/{prefix}-{uuid.uuid4().hex[:12]}"
+        self.name = name or f"topic://public/default/{prefix}-{uuid.uuid4().hex[:12]}"
         self._path = self.name.replace("topic://", "/admin/v2/scalable/")
         self.sent: list[str] = []
         """Values that the broker has stored, in this order."""
@@ -113,6 +117,27 @@ class ScalableTopic:
             for key, value in self._next(count):
                 sender.send(key, value)
                 self.sent.append(value)
+
+    def publish_mixed(self, count: int, per_entry: int) -> None:
+        """Publish entries of several keys, as Java's producer does. No segment changes meanwhile.
+
+        Args:
+            count: Number of messages.
+            per_entry: Most messages of an entry.
+        """
+        waiting: dict[TopicPartition, list[OutgoingMessage]] = {}
+        with closing(WireBroker(Connection(self._broker.service_url))) as client:
+            graph = client.watch_segments(self.name, lambda: None).graph
+            for key, value in self._next(count):
+                where = graph.partition(graph.segment_of(key).number)
+                one = OutgoingMessage(value.encode(), key, None, None, None)
+                waiting.setdefault(where, []).append(one)
+                self.sent.append(value)
+            for where, messages in waiting.items():
+                with closing(client.entry_producer(where, PublishOptions())) as producer:
+                    for first in range(0, len(messages), per_entry):
+                        entry = messages[first : first + per_entry]
+                        producer.publish(entry, first).result(deadline(20))
 
     def _next(self, count: int) -> Iterator[tuple[str, str]]:
         """Yield keys and values of the next messages."""

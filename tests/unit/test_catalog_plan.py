@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,20 @@ from typing import Any
 import pytest
 from pyspark.sql.types import BinaryType, StructField, StructType
 
+from keyshard.broker.connect import connect_admin
+from keyshard.broker.memory import MemoryCluster
+from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError
 from spark_adapter import catalog
-from spark_adapter.session_catalog import Steps, Table, TableName, columns_alike, named, steps
+from spark_adapter.session_catalog import (
+    Steps,
+    Table,
+    TableName,
+    columns_alike,
+    named,
+    steps,
+    table_of,
+)
 from spark_adapter.table_options import options_of, with_options
 
 COLUMNS = StructType([StructField("value", BinaryType())])
@@ -62,6 +74,26 @@ def test_the_lower_case_topic_gets_the_name_if_topics_differ_only_in_case(
 ) -> None:
     assert named(topics, case_sensitive=False) == (chosen, left)
     assert named(topics, case_sensitive=True) == ({one: one for one in topics}, [])
+
+
+def test_scalable_and_persistent_topics_of_one_name_have_tables_of_their_own() -> None:
+    cluster = MemoryCluster.named("catalog")
+    cluster.create_topic("orders")
+    cluster.create_topic("a/b/orders")
+    names = ("public/default/Orders", "public/default/orders", "a/c/orders")
+    for one in names:
+        cluster.scalable.create(f"topic://{one}", 2)
+    connection = Connection("memory://catalog", "memory://catalog")
+    with closing(connect_admin(connection)) as admin:
+        found = catalog.topics_of(admin, "public", "default")
+    assert found == [
+        "persistent://public/default/orders",
+        "topic://public/default/Orders",
+        "topic://public/default/orders",
+    ]
+    tables, left = named(map(table_of, found), case_sensitive=False)
+    assert list(tables) == ["orders", "topic://orders"]
+    assert left == ["topic://Orders"]
 
 
 def test_columns_that_spark_cannot_distinguish_are_refused() -> None:

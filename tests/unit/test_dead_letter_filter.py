@@ -48,6 +48,22 @@ def test_wrong_conditions_are_refused(given: dict[str, Any]) -> None:
         DeadLetterFilter(**given)
 
 
+def test_a_scalable_topic_means_all_of_its_segments() -> None:
+    base = "segment://public/default/orders"
+    segments = (f"{base}/0000-7fff-3", f"{base}/8000-ffff-4")
+    others = ("segment://public/default/other/0000-7fff-3", "persistent://public/default/orders")
+
+    def found(topic: str) -> list[str]:
+        wanted = DeadLetterFilter(topic=topic)
+        return [one for one in (*segments, *others) if wanted.matches_place("k", one)]
+
+    assert found("topic://public/default/orders") == list(segments)
+    assert found(segments[0]) == [segments[0]]
+    assert found("orders") == ["persistent://public/default/orders"]
+    with pytest.raises(ConfigError, match="is not the name of a scalable topic"):
+        DeadLetterFilter(topic="topic://orders")
+
+
 def test_a_replay_or_discard_needs_either_a_condition_or_all() -> None:
     for wanted in (DeadLetterFilter("k"), DeadLetterFilter(rejected=True)):
         assert wanted.checked(all=False) is wanted

@@ -43,9 +43,21 @@ def test_a_non_persistent_topic_is_refused_by_name() -> None:
     assert caught.value.facts == {"topic": "non-persistent://public/default/t"}
 
 
-def test_a_scalable_topic_is_refused_by_name_where_none_is_taken() -> None:
-    with pytest.raises(ConfigError, match="is a scalable topic, which only sources"):
-        full_topic_name("topic://public/default/t")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("topic://public/default/t", "a scalable topic"),
+        ("TOPIC://public/default/t", "a scalable topic"),
+        ("topic://t", "a scalable topic"),
+        ("Segment://public/default/t/0000-ffff-0", "a segment of a scalable topic"),
+    ],
+)
+def test_a_scalable_topic_is_refused_by_name_where_none_is_taken(name: str, kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        full_topic_name(name)
+    assert caught.value.problem == (
+        f"{name!r} is {kind}, which keyshard consumes and reads, but does not publish to."
+    )
 
 
 @pytest.mark.parametrize(

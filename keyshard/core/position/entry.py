@@ -18,6 +18,8 @@ from keyshard.redaction import shown
 _PARTITION_SUFFIX = re.compile(r"(?P<topic>.+)-partition-(?P<partition>0|[1-9][0-9]{0,8})")
 """Pulsar's own rule: ``-partition-007``, with leading zeros, belongs to the name of the topic."""
 _TOPIC_PART = re.compile(r"^[^/\s]+$")
+_SCALABLE = {"topic": "a scalable topic", "segment": "a segment of a scalable topic"}
+"""Domains of Pulsar 5, which brokers take in any case."""
 
 ROW_BYTES = 32
 """Memory of a message beside its bytes: offsets, times and validity of its columns."""
@@ -51,9 +53,9 @@ def full_topic_name(name: str) -> str:
             "Use a persistent topic.",
             topic=name,
         )
-    if domain == "topic":
+    if (kind := _SCALABLE.get(domain.strip().lower())) is not None:
         raise ConfigError(
-            f"Topic {shown(name)} is a scalable topic, which only sources that consume take.",
+            f"{shown(name)} is {kind}, which keyshard consumes and reads, but does not publish to.",
             "Name a persistent topic.",
         )
     parts = rest.split("/")
