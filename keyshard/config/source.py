@@ -375,16 +375,12 @@ class SourceConfig:
                 "there, or the broker deletes segments that it has not acknowledged.",
                 "Set admin_url.",
             )
-        wrong = {
-            "transport": self.how_to_connect().by_client,
-        }
-        for name, is_wrong in wrong.items():
-            if is_wrong:
-                raise ConfigError(
-                    f"{name} is {shown(getattr(self, name))}, which cannot be combined with a "
-                    "scalable topic.",
-                    f"{_OF_SCALABLE[name]}, or name persistent topics.",
-                )
+        if self.how_to_connect().by_client:
+            raise ConfigError(
+                f"transport is {shown(self.transport)}, which cannot be combined with a scalable "
+                "topic.",
+                f"Set transport to {WIRE!r}, or name persistent topics.",
+            )
 
     def parsed_workers(self) -> WorkersOption | None:
         """Return the workers that host the consumers; ``None``: this process."""
@@ -429,10 +425,6 @@ _BY_CLIENT = {
         "consumers would stall"
     ),
 }
-_OF_SCALABLE = {
-    "transport": f"Set transport to {WIRE!r}",
-}
-"""Remedies for options that do not fit a scalable topic."""
 SHORTHANDS = in_both(Connection, SourceConfig)
 """Fields that a source shares with its connection."""
 _SUBSCRIPTION = "Name the Pulsar subscription that holds the backlog of this source."
