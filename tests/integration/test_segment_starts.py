@@ -22,6 +22,7 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.message import MessageId
+from keyshard.errors import ConfigError
 from keyshard.testing import run_until_idle
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
@@ -241,19 +242,37 @@ def test_a_source_that_is_killed_during_its_start_loses_and_repeats_nothing(
         started.check(started.consume(start, name), before)
 
 
+def batch_of(broker: DevBroker, topic: str) -> dict[str, str]:
+    """Publish an entry of ten messages; the position of the fifth."""
+    with closing(WireBroker(Connection(broker.service_url))) as client:
+        where = client.watch_segments(topic, lambda: None).graph.partition(0)
+        rows = [OutgoingMessage(b"%d" % number, "k", None, None, None) for number in range(10)]
+        with closing(client.entry_producer(where, PublishOptions())) as producer:
+            at = producer.publish(rows, 0).result()
+    assert at is not None
+    return {where.name: f"{at.ledger}:{at.entry}:4"}
+
+
 def test_a_start_inside_an_entry_outlives_a_broker_that_is_killed() -> None:
     with DevBroker(PULSAR) as broker, closing(ScalableTopic(broker)) as topic:
         topic.keep()
-        started = Started(broker, topic)
-        with closing(WireBroker(Connection(broker.service_url))) as client:
-            where = client.watch_segments(topic.name, lambda: None).graph.partition(0)
-            rows = [OutgoingMessage(b"%d" % number, "k", None, None, None) for number in range(10)]
-            with closing(client.entry_producer(where, PublishOptions())) as producer:
-                at = producer.publish(rows, 0).result()
-        assert at is not None
-        start = {where.name: f"{at.ledger}:{at.entry}:4"}
+        started, start = Started(broker, topic), batch_of(broker, topic.name)
         with started.source(start).open():
             pass
         broker.kill()
         broker.start()
         assert started.consume(start) == [str(number) for number in range(4, 10)]
+
+
+def test_a_broker_that_keeps_no_parts_of_entries_is_named() -> None:
+    settings = {"acknowledgmentAtBatchIndexLevelEnabled": "false"}
+    with (
+        DevBroker(PULSAR, settings=settings) as broker,
+        closing(ScalableTopic(broker)) as topic,
+    ):
+        topic.keep()
+        started, start = Started(broker, topic), batch_of(broker, topic.name)
+        with pytest.raises(ConfigError, match="Set acknowledgmentAtBatchIndexLevelEnabled"):
+            started.consume(start)
+        whole = {where: at.rpartition(":")[0] for where, at in start.items()}
+        assert started.consume(whole) == [str(number) for number in range(10)]
