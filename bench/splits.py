@@ -120,7 +120,9 @@ def _batches(source: KeyShardSource, arrived: Arrived, stopping: threading.Event
             if before is not None:
                 coordinator.batches.release(before)
             before = coordinator.batches.cut()
-            for index in [] if before is None else coordinator.batches.plan(before):
+            if before is None:
+                continue
+            for index in coordinator.batches.plan(before):
                 for rows in coordinator.batches.read(before.batch_id, index, ["value"]):
                     for value in rows.column("value").to_pylist():
                         arrived(value)

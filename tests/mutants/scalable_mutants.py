@@ -90,6 +90,7 @@ OF_SCALABLE_TOPICS = (
             ),
         ),
         killers=(
+            _ORDER,
             killer(_TESTS, "test_a_batch_has_no_rows_of_children_while_the_parent_has_more"),
             killer(_WINDOW, "test_handlers_get_entries_of_a_segment_after_those_of_its_ancestors"),
         ),
@@ -105,6 +106,7 @@ OF_SCALABLE_TOPICS = (
             ),
         ),
         killers=(
+            _ORDER,
             killer(_TESTS, "test_rows_of_children_come_after_those_of_the_parent_in_one_batch"),
         ),
     ),

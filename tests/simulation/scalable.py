@@ -115,4 +115,9 @@ class ScalableWorld(World):
         return Admin(self.network)
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"admin_url": ADMIN}
+        found = super().options() | {"admin_url": ADMIN}
+        if Random(f"{self.seed}:waits").random() < 0.5:
+            # A batch that waits for rows may have those of a segment and of its successors.
+            rows = found.get("batch_rows_max") or 1_000
+            found |= {"batch_rows_min": rows, "batch_delay_max_ms": 2_000}
+        return found

@@ -105,7 +105,7 @@ def test_rows_of_a_segment_come_after_those_of_its_ancestors() -> None:
     one = [block(1, 0, "k")]
     layout = lay_out({CHILD: one, PARENT: one, GRANDCHILD: one, P0: one}, 1)
     assert [where for where, _ in layout[0]] == [P0, PARENT, CHILD, GRANDCHILD]
-    assert ids(block for _, block in layout[0]) == [(1, 0)] * 4
+    assert ids([block for _, block in layout[0]]) == [(1, 0)] * 4
 
 
 def test_old_partitions_of_a_migrated_topic_come_first() -> None:

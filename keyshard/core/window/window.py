@@ -165,8 +165,7 @@ class Window:
 
         A cut takes at most half of the budget, so that receiving continues while the host works.
         Limits are split over the topic partitions in proportion to their received rows. A single
-        larger entry is still taken. If a batch has entries of a segment, it or an earlier batch has
-        all entries of the ancestors.
+        larger entry is still taken. Segments come with all entries of their ancestors, or later.
 
         Args:
             rows_max: Most rows of the batch.
@@ -176,11 +175,8 @@ class Window:
         ready = {tp: window for tp, window in filled.items() if not window.waiting_rows}
         budget = self.budget
         demands = {tp: window.received_sizes for tp, window in ready.items()}
-        totals = (
-            min(rows_max or budget.rows_max, max(1, budget.rows_max // 2)),
-            max(1, budget.bytes_max // 2),
-            payload_max,
-        )
+        rows_max = min(rows_max or budget.rows_max, max(1, budget.rows_max // 2))
+        totals = rows_max, max(1, budget.bytes_max // 2), payload_max
         left_out = {tp for tp, window in ready.items() if window.left_out}
         limits = split_limits(demands, totals, left_out)
         if limits != demands:
@@ -189,11 +185,10 @@ class Window:
             limits = split_limits(demands, totals, left_out)
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         for tp, most in limits.items():
-            window = ready[tp]
             room = self._newest.room(tp, len(limits), budget.checkpoint_bytes_max)
-            if not self._waits(tp) and (blocks := window.take(most, room)):
+            if not self._waits(tp) and (blocks := ready[tp].take(most, room)):
                 entries[tp] = blocks
-            window.refused_at_bytes = self._newest.bytes
+            ready[tp].refused_at_bytes = self._newest.bytes
             self._looked(tp)
         self.received_rows = sum([self.known[tp].ready_rows for tp in self._filled])
         for tp in ready.keys() - entries:
@@ -251,8 +246,7 @@ class Window:
         """
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
-        for topic_partition in sorted(completed, key=reading_order):
-            ids = completed[topic_partition]
+        for topic_partition, ids in sorted(completed.items(), key=lambda of: reading_order(of[0])):
             if left and not left.keys().isdisjoint(self.order.ancestors(topic_partition)):
                 # A restart would handle those of the ancestor again, after newer messages of a key.
                 left[topic_partition] = sorted(ids)
