@@ -437,10 +437,8 @@ class Broker(OpensReaders, Protocol):
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
         """Report the segments of a scalable topic, now and after each split and merge.
 
-        Creates no topic.
-
         Args:
-            topic: ``topic://tenant/namespace/name``.
+            topic: ``topic://tenant/namespace/name``. A missing topic is not created.
             changed: Called after a change. Any thread may call it, and it must return at once.
 
         Raises:

@@ -478,8 +478,8 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/broker/scalable_topics.py",
-                "watch.is_open and time.monotonic() - opened_s < LOOK_AGAIN_S",
-                "watch.is_open",
+                "time.monotonic() - opened_s < LOOK_AGAIN_S and topic not in self._doubtful",
+                "True",
             ),
         ),
         killers=(_AGAIN,),
