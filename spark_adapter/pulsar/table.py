@@ -68,7 +68,7 @@ _GENERAL = (
         Treatment.DIFFERENT,
         "Both match the whole name. keyshard reads a Python regular expression, with tenant and "
         "namespace as plain names. System topics, dead-letter topics and non-persistent topics "
-        "never match.",
+        "never match. With `topic://`, it matches scalable topics instead of persistent ones.",
     ),
     JvmOption(
         "startingOffsets",
