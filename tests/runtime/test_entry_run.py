@@ -107,7 +107,7 @@ def test_handled_messages_of_entries_that_never_come_again_are_forgotten(tmp_pat
         (where, half), (_, whole) = taken(run, 4)
         run.commit({where: [whole.id]}, handled=[(where, half.id, 1)])
         topic.cluster.delete_topic(topic.topic)
-        wait_until(lambda: run.coordinator.status()["partitionsGone"] == 1)
+        wait_until(lambda: where not in run.coordinator.in_flight.positions)
         run.commit({}, handled=[(where, half.id, 0)])
     with closing(CheckpointStore(tmp_path / "c.json")) as store:
         stored = store.open()
