@@ -3,11 +3,13 @@
 No request creates the subscription of a segment at a position, and none reads its properties. So
 the broker first creates it at the earliest message, and then moves its cursor. Meanwhile a second
 subscription is registered with the topic: the mark of a start that has not ended. If a start finds
-it, nothing was consumed, and the start moves all cursors again.
+it, nothing was consumed, and the start moves all cursors again. A start at an edge moves no cursor,
+and removes the mark before it consumes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -73,6 +75,7 @@ class SegmentStarts:
         admin: Registers the subscription.
         config: The source.
         topic: The scalable topic.
+        found: Its segments, and the partitions that it was migrated from.
         prepare: Checks the start in a partition that the topic was migrated from, and returns a
             function that creates the subscription there.
     """
@@ -83,17 +86,47 @@ class SegmentStarts:
         admin: Admin,
         config: SourceConfig,
         topic: str,
+        found: Collection[TopicPartition],
+        *,
         prepare: Callable[[TopicPartition, Bound], Callable[[], None]],
     ) -> None:
         self._broker = broker
         self._admin = admin
         self._config = config
         self._topic = topic
+        self._mark = config.subscription + MARK
+        self._found = found
         self._prepare = prepare
         self._timeout_s = config.operation_timeout_ms / 1000
 
+    def are_due(self) -> bool:
+        """Return whether the subscription exists nowhere, or a start that made it has not ended.
+
+        Raises:
+            BrokerError: The broker or the admin interface does not answer, or refuses.
+        """
+        if self._has_mark() or not self._exists_in_some():
+            return True
+        name, start = self._config.subscription, self._config.starting_position
+        warn_of_existing(self._admin, name, self._found, start)
+        return False
+
+    def abandon(self) -> None:
+        """Give up a start that has not ended: the subscription will be consumed as it is.
+
+        Raises:
+            BrokerError: The admin interface does not answer, or refuses.
+        """
+        if self._has_mark():
+            _log.warning(
+                "an earlier start of subscription %r of %s at positions has not ended; segments in "
+                "which it created the subscription continue there",
+                self._config.subscription, self._topic,
+            )  # fmt: skip
+            self._unmark()
+
     def create(self, bounds: Mapping[TopicPartition, Bound]) -> None:
-        """Create the subscription in all segments, unless it exists in one of them.
+        """Create the subscription in all segments, unless another source did so meanwhile.
 
         If a bound is wrong, it is created in none.
 
@@ -107,40 +140,44 @@ class SegmentStarts:
             SubscriptionInUseError: Another client uses the subscription.
             BrokerError: The broker or the admin interface does not answer, or refuses.
         """
-        name, mark = self._config.subscription, self._config.subscription + MARK
-        if not self._exists(TopicPartition(self._topic), mark):
-            if self._exists_in_some(bounds):
-                start = self._config.starting_position
-                warn_of_existing(self._admin, name, bounds, start)
-                return
-        else:
-            _log.warning(
-                "an earlier start of subscription %r of %s ended before anything was consumed; its "
-                "start positions are set again",
-                name, self._topic,
-            )  # fmt: skip
         with Pool(THREADS_MAX, "keyshard-begin") as pool:
-            segments = [where for where in bounds if is_segment(where)]
+            segments = list(filter(is_segment, self._found))
             beginnings = list(pool.map(lambda where: self._find(where, bounds[where]), segments))
-            partitions = [where for where in bounds if not is_segment(where)]
+            partitions = list(itertools.filterfalse(is_segment, self._found))
             prepared = list(
                 pool.map(self._prepare, partitions, map(bounds.__getitem__, partitions))
             )
-            self._register(mark)
+            # It took time to find them, and another source may consume meanwhile. A mark would stay
+            # beside its subscription.
+            if not self.are_due():
+                return
+            if self._has_mark():
+                _log.warning(
+                    "an earlier start of subscription %r of %s ended before anything was consumed; "
+                    "its start positions are set again",
+                    self._config.subscription, self._topic,
+                )  # fmt: skip
+            self._register(self._mark)
             list(pool.map(lambda create: create(), prepared))
             list(pool.map(self._begin, beginnings))
         # From now on the subscription exists in each open segment, and keeps sealed ones.
-        self._register(name)
-        retry_until(lambda: self._admin.unregister(self._topic, mark), self._timeout_s)
+        self._register(self._config.subscription)
+        self._unmark()
+
+    def _has_mark(self) -> bool:
+        return self._exists(TopicPartition(self._topic), self._mark)
+
+    def _unmark(self) -> None:
+        retry_until(lambda: self._admin.unregister(self._topic, self._mark), self._timeout_s)
 
     def _exists(self, where: TopicPartition, subscription: str) -> bool:
         found = retry_until(lambda: self._admin.subscription(where, subscription), self._timeout_s)
         return found is not None
 
-    def _exists_in_some(self, wheres: Collection[TopicPartition]) -> bool:
+    def _exists_in_some(self) -> bool:
         with Pool(THREADS_MAX, "keyshard-existing") as pool:
             name = self._config.subscription
-            return any(pool.map(lambda where: self._exists(where, name), wheres))
+            return any(pool.map(lambda where: self._exists(where, name), self._found))
 
     def _register(self, subscription: str) -> None:
         retry_until(lambda: self._admin.register(self._topic, subscription), self._timeout_s)

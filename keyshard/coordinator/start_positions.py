@@ -10,7 +10,8 @@ subscription names the first message that belongs to the source (docs/adr/0029).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 
 from keyshard.broker.admin.port import BEGINS_PROPERTY, Admin
@@ -68,28 +69,50 @@ def create_subscriptions(
     """
     start = parse_start(NAME, config.starting_position)
     found = tuple(found)
+    if config.is_scalable:
+        _create_in_segments(broker, admin, config, found, topic_of)
+        return
     if isinstance(start, Edge) or not found:
         return
     assert admin is not None, "positions need admin_url"
-    # A time holds for all topic partitions.
-    bounds = bounds_of(
-        NAME, start, found, config.fail_on_data_loss, topic_of if config.is_scalable else None
-    )
     creator = _SubscriptionCreator(admin, config)
-    if config.is_scalable:
-
-        def prepare(where: TopicPartition, bound: Bound) -> Callable[[], None]:
-            position = creator.position(where, bound)
-            return lambda: creator.create(where, position)
-
-        for topic in sorted(set(map(topic_of, found))):
-            of_topic = {where: bounds[where] for where in found if topic_of(where) == topic}
-            SegmentStarts(broker, admin, config, topic, prepare).create(of_topic)
-        return
+    # A time holds for all topic partitions.
+    bounds = bounds_of(NAME, start, found, config.fail_on_data_loss, None)
     warn_of_existing(admin, config.subscription, found, config.starting_position)
     with Pool(THREADS_MAX, "keyshard-begin") as pool:
         positions = list(pool.map(creator.position, found, map(bounds.__getitem__, found)))
         list(pool.map(creator.create, found, positions))
+
+
+def _create_in_segments(
+    broker: Broker, admin: Admin | None, config: SourceConfig, found: Collection[TopicPartition],
+    topic_of: Callable[[TopicPartition], str],
+) -> None:  # fmt: skip
+    """Create missing subscriptions of scalable topics."""
+    start = parse_start(NAME, config.starting_position)
+    assert admin is not None, "a scalable topic needs admin_url"
+    creator = _SubscriptionCreator(admin, config)
+
+    def prepare(where: TopicPartition, bound: Bound) -> Callable[[], None]:
+        position = creator.position(where, bound)
+        return lambda: creator.create(where, position)
+
+    def begins(topic: str) -> SegmentStarts:
+        of_topic = [one for one in found if topic_of(one) == topic]
+        return SegmentStarts(broker, admin, config, topic, of_topic, prepare=prepare)
+
+    starts = list(map(begins, sorted(set(map(topic_of, found)))))
+    with Pool(THREADS_MAX, "keyshard-starts") as pool:
+        if isinstance(start, Edge):
+            list(pool.map(SegmentStarts.abandon, starts))
+            return
+        are_due = list(pool.map(SegmentStarts.are_due, starts))
+    due = list(itertools.compress(starts, are_due))
+    if not due:
+        return  # Segments with positions may have been deleted since they were consumed.
+    bounds = bounds_of(NAME, start, found, config.fail_on_data_loss, topic_of)
+    for one in due:
+        one.create(bounds)
 
 
 class _SubscriptionCreator:

@@ -531,7 +531,7 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/coordinator/segment_starts.py",
-                "            self._register(mark)\n",
+                "            self._register(self._mark)\n",
                 "",
             ),
         ),
@@ -563,11 +563,49 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/coordinator/segment_starts.py",
-                "if self._exists_in_some(bounds):",
-                "if False:",
+                "if self._has_mark() or not self._exists_in_some():",
+                "if True:",
             ),
         ),
         killers=(killer(_STARTS, "test_an_existing_subscription_stays_where_it_is"),),
+    ),
+    Mutant(
+        name="check positions that are ignored",
+        promise="An existing subscription goes on, also if segments of the positions are deleted.",
+        edits=(
+            Edit("keyshard/coordinator/start_positions.py", "    if not due:\n", "    if False:\n"),
+        ),
+        killers=(
+            killer(
+                _STARTS, "test_the_positions_of_an_existing_subscription_may_be_in_deleted_segments"
+            ),
+        ),
+    ),
+    Mutant(
+        name="leave the mark of a start that another one at an edge replaces",
+        promise="A subscription that was consumed is not moved.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/start_positions.py",
+                "            list(pool.map(SegmentStarts.abandon, starts))\n",
+                "",
+            ),
+        ),
+        killers=(killer(_STARTS, "test_a_start_at_an_edge_ends_an_earlier_start_at_positions"),),
+    ),
+    Mutant(
+        name="do not look again after the starts are found",
+        promise="A subscription that another source began to consume meanwhile is not moved.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/segment_starts.py",
+                "            if not self.are_due():\n                return\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(_STARTS, "test_a_start_moves_nothing_that_another_start_has_consumed_meanwhile"),
+        ),
     ),
     Mutant(
         name="read segments without a position from their beginning",

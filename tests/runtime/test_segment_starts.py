@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.coordinator.segment_starts import MARK
+from keyshard.coordinator.segment_starts import MARK, SegmentStarts
 from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
@@ -283,12 +284,74 @@ def test_a_position_in_a_segment_without_stored_messages_is_data_loss(
 
 def test_a_subscription_that_another_client_uses_is_named(topic: StartedTopic) -> None:
     start = topic.ends()
-    topic.admin.register(TOPIC, SUBSCRIPTION + MARK)
-    with (
-        topic.source(starting_position="earliest").open(),
-        pytest.raises(SubscriptionInUseError, match="is in use, so it cannot begin at"),
-    ):
-        topic.consume(start, subscribe_timeout_ms=50)
+    with topic.source(starting_position="earliest").open():
+        topic.admin.register(TOPIC, SUBSCRIPTION + MARK)
+        with pytest.raises(SubscriptionInUseError, match="is in use, so it cannot begin at"):
+            topic.consume(start, subscribe_timeout_ms=50)
+
+
+def test_the_positions_of_an_existing_subscription_may_be_in_deleted_segments(
+    topic: StartedTopic,
+) -> None:
+    start = topic.ends()
+    topic.split(0)
+    topic.publish(20)
+    assert topic.consume(start) == list(range(40, 60))
+    assert topic.cluster.scalable.collect(TOPIC) == [0]
+    topic.publish(10)
+    assert topic.consume(start) == list(range(60, 70))
+
+
+def test_a_start_at_an_edge_ends_an_earlier_start_at_positions(
+    topic: StartedTopic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = topic.ends()
+
+    class Died(BaseException):
+        pass
+
+    def dies(*_: Any) -> None:
+        raise Died
+
+    monkeypatch.setattr(MemoryBroker, "begin", dies)
+    with pytest.raises(Died), topic.source(starting_position=json.dumps(start)).open():
+        pass
+    monkeypatch.undo()
+    topic.publish(10)
+    assert topic.consume("earliest") == list(range(50))
+    assert "at positions has not ended; segments in which it" in caplog.text
+    assert topic.subscriptions() == {SUBSCRIPTION}
+    topic.publish(5)
+    assert topic.consume(start) == list(range(50, 55))
+
+
+@pytest.mark.parametrize("dead_before", [False, True])
+def test_a_start_moves_nothing_that_another_start_has_consumed_meanwhile(
+    topic: StartedTopic, monkeypatch: pytest.MonkeyPatch, dead_before: bool
+) -> None:
+    start = topic.ends()
+    topic.publish(10)
+    if dead_before:
+        topic.admin.register(TOPIC, SUBSCRIPTION + MARK)
+    find = SegmentStarts._find
+    consumed: list[list[int]] = []
+
+    def slowly(self: SegmentStarts, where: TopicPartition, bound: Any) -> Any:
+        found = find(self, where, bound)
+        with one_at_a_time:
+            if not consumed:
+                monkeypatch.undo()
+                consumed.append(topic.consume(start))
+        return found
+
+    one_at_a_time = threading.Lock()
+    monkeypatch.setattr(SegmentStarts, "_find", slowly)
+    with topic.source(starting_position=json.dumps(start)).open():
+        pass
+    assert consumed == [list(range(40, 50))]
+    assert topic.subscriptions() == {SUBSCRIPTION}
+    topic.publish(5)
+    assert topic.consume(start) == list(range(50, 55))
 
 
 def test_a_mark_that_cannot_be_removed_fails_the_start(
