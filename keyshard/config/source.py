@@ -30,7 +30,7 @@ from keyshard.core.position.entry import full_topic_name
 from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
-from keyshard.core.topic_segments import SCALABLE, SEGMENT, check_scalable, is_scalable
+from keyshard.core.topic_segments import SCALABLE, SEGMENT, STARTING, check_scalable, is_scalable
 from keyshard.errors import (
     ConfigError,
     CorruptEntryError,
@@ -380,6 +380,12 @@ class SourceConfig:
                 f"transport is {shown(self.transport)}, which cannot be combined with a scalable "
                 "topic.",
                 f"Set transport to {WIRE!r}, or name persistent topics.",
+            )
+        if self.subscription is not None and self.subscription.endswith(STARTING):
+            raise ConfigError(
+                f"subscription is {shown(self.subscription)}, and keyshard deletes subscriptions "
+                f"of scalable topics whose names end with {STARTING!r}.",
+                "Choose another name.",
             )
 
     def parsed_workers(self) -> WorkersOption | None:

@@ -28,7 +28,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.read_bounds import Bound, Edge, fixed
 from keyshard.core.read_target import Target
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
-from keyshard.core.topic_segments import is_segment
+from keyshard.core.topic_segments import STARTING, is_segment
 from keyshard.errors import (
     AdminError,
     ConfigError,
@@ -44,8 +44,6 @@ from keyshard.threads import Pool
 
 THREADS_MAX = 8
 """Segments that are handled in parallel."""
-MARK = "-keyshard-starting"
-"""Suffix of the subscription that marks a start which has not ended."""
 NAME = "starting_position"
 _WHOLE_RING = HashRange(0, RING_SIZE - 1)
 _WAIT_MS = 200
@@ -94,7 +92,7 @@ class SegmentStarts:
         self._admin = admin
         self._config = config
         self._topic = topic
-        self._mark = config.subscription + MARK
+        self._mark = config.subscription + STARTING
         self._found = found
         self._prepare = prepare
         self._timeout_s = config.operation_timeout_ms / 1000

@@ -26,6 +26,8 @@ SCALABLE = "topic://"
 """Beginning of the name of a scalable topic."""
 SEGMENT = "segment://"
 """Beginning of the name of a segment."""
+STARTING = "-keyshard-starting"
+"""Suffix of the subscription that marks a start at positions which has not ended."""
 UNESCAPED = "=:!$&'()*,@"
 """Characters beside letters, digits and ``-._~`` that need no escape in a URL. The admin interface
 of 5.0.1 does not find a scalable topic if a character of its name is escaped."""

@@ -14,12 +14,13 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.coordinator.segment_starts import MARK, SegmentStarts
+from keyshard.coordinator.segment_starts import SegmentStarts
 from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.read_bounds import Edge
+from keyshard.core.topic_segments import STARTING
 from keyshard.errors import (
     AdminError,
     BrokerUnavailableError,
@@ -285,7 +286,7 @@ def test_a_position_in_a_segment_without_stored_messages_is_data_loss(
 def test_a_subscription_that_another_client_uses_is_named(topic: StartedTopic) -> None:
     start = topic.ends()
     with topic.source(starting_position="earliest").open():
-        topic.admin.register(TOPIC, SUBSCRIPTION + MARK)
+        topic.admin.register(TOPIC, SUBSCRIPTION + STARTING)
         with pytest.raises(SubscriptionInUseError, match="is in use, so it cannot begin at"):
             topic.consume(start, subscribe_timeout_ms=50)
 
@@ -332,7 +333,7 @@ def test_a_start_moves_nothing_that_another_start_has_consumed_meanwhile(
     start = topic.ends()
     topic.publish(10)
     if dead_before:
-        topic.admin.register(TOPIC, SUBSCRIPTION + MARK)
+        topic.admin.register(TOPIC, SUBSCRIPTION + STARTING)
     find = SegmentStarts._find
     consumed: list[list[int]] = []
 
@@ -354,6 +355,11 @@ def test_a_start_moves_nothing_that_another_start_has_consumed_meanwhile(
     assert topic.consume(start) == list(range(50, 55))
 
 
+def test_a_subscription_that_a_start_would_delete_is_refused(topic: StartedTopic) -> None:
+    with pytest.raises(ConfigError, match="keyshard deletes subscriptions of scalable topics"):
+        topic.source(subscription=SUBSCRIPTION + STARTING)
+
+
 def test_a_mark_that_cannot_be_removed_fails_the_start(
     topic: StartedTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +370,7 @@ def test_a_mark_that_cannot_be_removed_fails_the_start(
     with pytest.raises(BrokerUnavailableError, match="is away"):
         topic.consume(topic.ends(), operation_timeout_ms=1_000)
     monkeypatch.undo()
-    assert topic.subscriptions() == {SUBSCRIPTION, SUBSCRIPTION + MARK}
+    assert topic.subscriptions() == {SUBSCRIPTION, SUBSCRIPTION + STARTING}
     topic.publish(5)
     assert topic.consume(topic.ends()) == []
 
