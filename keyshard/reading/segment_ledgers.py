@@ -19,6 +19,7 @@ from keyshard.broker.unreadable_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger, ledgers_read
 from keyshard.errors import (
+    BrokerUnavailableError,
     ChunkedMessageError,
     ReplayTimeoutError,
     TopicNotFoundError,
@@ -108,6 +109,12 @@ def first_block(
                     return entry_of(exc)
                 if blocks:
                     return blocks[0]
+                if not reader.stayed_connected():
+                    raise BrokerUnavailableError(
+                        f"A reader of {where} lost its connection at {at.ledger}:{at.entry}, so it "
+                        "is unknown whether an entry follows.",
+                        "Check that the broker is running.",
+                    )
         raise ReplayTimeoutError(
             f"A reader of {where} returned nothing from {at.ledger}:{at.entry} on for "
             f"{timeout_s:g} s.",

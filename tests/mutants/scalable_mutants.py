@@ -570,6 +570,23 @@ OF_SCALABLE_TOPICS = (
         killers=(killer(_STARTS, "test_an_existing_subscription_stays_where_it_is"),),
     ),
     Mutant(
+        name="wait for a reader that lost its connection at the end of a segment",
+        promise="A start outlives a lost connection.",
+        edits=(
+            Edit(
+                "keyshard/reading/segment_ledgers.py",
+                "                if not reader.stayed_connected():\n",
+                "                if False:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                _STARTS,
+                "test_a_reader_that_loses_its_connection_at_the_end_of_a_segment_is_replaced",
+            ),
+        ),
+    ),
+    Mutant(
         name="check positions that are ignored",
         promise="An existing subscription goes on, also if segments of the positions are deleted.",
         edits=(

@@ -6,12 +6,13 @@ import json
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, MemoryReader
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.coordinator.segment_starts import SegmentStarts
@@ -30,7 +31,9 @@ from keyshard.errors import (
     PositionAheadError,
     SubscriptionInUseError,
 )
+from keyshard.reading.segment_ledgers import first_stored
 from keyshard.testing import run_until_idle
+from tests.support.deadlines import deadline
 from tests.support.memory_scalable_topic import KEYS, TOPIC, ScalableTopic
 
 SUBSCRIPTION = "s"
@@ -358,6 +361,27 @@ def test_a_start_moves_nothing_that_another_start_has_consumed_meanwhile(
 def test_a_subscription_that_a_start_would_delete_is_refused(topic: StartedTopic) -> None:
     with pytest.raises(ConfigError, match="keyshard deletes subscriptions of scalable topics"):
         topic.source(subscription=SUBSCRIPTION + STARTING)
+
+
+def test_a_reader_that_loses_its_connection_at_the_end_of_a_segment_is_replaced(
+    topic: StartedTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_end, lost = MemoryReader.at_end, list[MemoryReader]()
+
+    def loses(self: MemoryReader) -> bool:
+        if not lost:
+            lost.append(self)
+            self.drop()
+            self.reconnect()
+        return at_end(self)
+
+    where = topic.segments[0]
+    last = topic.cluster.log(where).last_written
+    with closing(MemoryBroker(topic.cluster)) as broker:
+        monkeypatch.setattr(MemoryReader, "at_end", loses)
+        after = EntryId(last.ledger, last.entry + 1)
+        assert first_stored(broker, where, deadline(1), after) is None
+    assert lost
 
 
 def test_a_mark_that_cannot_be_removed_fails_the_start(
