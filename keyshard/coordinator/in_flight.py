@@ -74,10 +74,17 @@ class InFlightEntries:
             self._shared.look_for_room()
             return left
 
-    def begun(self, wheres: Collection[TopicPartition]) -> set[TopicPartition]:
+    def begun(
+        self, wheres: Collection[TopicPartition], unfit: Collection[TopicPartition]
+    ) -> set[TopicPartition]:
         """Return those topic partitions of which the newest checkpoint has an entry.
 
-        It may also have one of a segment that succeeds them.
+        It may also have one of a segment that succeeds them. Segments are left out if the
+        checkpoint has no room for all completed entries of an ancestor.
+
+        Args:
+            wheres: The topic partitions.
+            unfit: Those for whose completed entries the checkpoint has no room.
         """
         window, found = self._window, set[TopicPartition]()
         if not wheres:
@@ -86,7 +93,11 @@ class InFlightEntries:
             for where, of in window.known.items():
                 if of.state.delivered or of.state.floor:
                     found |= {where, *window.order.ancestors(where)}
-        return found & set(wheres)
+            return {
+                where
+                for where in found.intersection(wheres)
+                if window.order.ancestors(where).isdisjoint(unfit)
+            }
 
     def drop_delivered(self, handled: Handled) -> None:
         """Remove messages of entries that the newest checkpoint has, or that never come again."""

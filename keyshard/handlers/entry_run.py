@@ -447,11 +447,13 @@ class Committer:
         """Return the handled messages of the next checkpoint.
 
         Of an entry for which the checkpoint has no room, and of those after it, all messages come
-        again, in their order: so no further ones are added. Nor are they in a topic partition of
-        which nothing is delivered yet, because then all comes again.
+        again, in their order: so no further ones are added, nor those of segments that succeed
+        it. Nor are they in a topic partition of which nothing is delivered yet, because then all
+        comes again.
         """
         noted, self._noted = self._noted, []
-        begun = self._coordinator.in_flight.begun({where for where, _, _ in noted})
+        wheres = {where for where, _, _ in noted}
+        begun = self._coordinator.in_flight.begun(wheres, self._unfit)
         for one in noted:
             where, entry, _ = one
             if where in begun and entry < self._unfit.get(where, _NEVER):

@@ -144,6 +144,24 @@ OF_SCALABLE_TOPICS = (
         ),
     ),
     Mutant(
+        name="store handled messages of a segment although entries of its parent have no room",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/in_flight.py",
+                "                if window.order.ancestors(where).isdisjoint(unfit)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_entry_run",
+                "test_handled_messages_of_a_segment_stay_out_of_a_checkpoint_without_room_for_"
+                "its_parent",
+            ),
+        ),
+    ),
+    Mutant(
         name="register no subscription",
         promise="No loss: the broker keeps a sealed segment until it is acknowledged.",
         edits=(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from keyshard import KeyShardSink
 from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.columns.messages import messages_of
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.handlers.entry_run import EntryRun
-from tests.helpers import wait_until
+from keyshard.handlers.entry_run import Committer, EntryRun
+from tests.helpers import received, wait_until
+from tests.support.memory_scalable_topic import TOPIC, ScalableTopic, source_of
 from tests.support.memory_topic import MemoryTopic
 
 
@@ -129,3 +132,36 @@ def test_a_checkpoint_has_no_handled_messages_where_nothing_is_delivered(tmp_pat
     with closing(CheckpointStore(tmp_path / "c.json")) as store:
         stored = store.open()
     assert stored is None or stored.handled == {}
+
+
+def test_handled_messages_of_a_segment_stay_out_of_a_checkpoint_without_room_for_its_parent(
+    tmp_path: Path,
+) -> None:
+    """A restart repeats the entries of the parent, so newer messages of their keys come again."""
+    topic, path = ScalableTopic(), tmp_path / "c.json"
+    (parent,) = topic.cluster.scalable.graph(TOPIC).partitions
+    topic.publish(400)
+    store = CheckpointStore(path)
+    with closing(store), topic.running(source_of(), store.open()) as coordinator:
+        received(coordinator, 400)
+        topic.split(0)
+        topic.publish_mixed(40)
+        received(coordinator, 440)
+        found: dict[TopicPartition, list[EntryId]] = {}
+        while taken := coordinator.in_flight.take(0.0):
+            for where, _, block in taken:
+                found.setdefault(where, []).append(block.id)
+        child = next(where for where in found if where != parent)
+        committer = Committer(coordinator, store, None)
+        assert not committer.plan({parent: found[parent][:1], child: found[child][:1]})
+        committer.store()
+        window = coordinator.consumers.shared.window
+        window.budget = replace(window.budget, checkpoint_bytes_max=window.checkpoint_bytes)
+        left = committer.plan({parent: found[parent][2::2]})
+        assert left[parent]
+        committer.note([(child, found[child][1], 0)])
+        committer.store()
+        assert not Checkpoint.from_json(path.read_text()).handled
+        assert not committer.plan(left, last=True)
+        committer.store()
+        assert Checkpoint.from_json(path.read_text()).handled == {child: {found[child][1]: {0}}}
