@@ -47,14 +47,16 @@ class ParkedKey:
         originals = self._dead_letters.get(where)
         return None if originals is None else originals.positions.get(message_id)
 
-    def first(self, where: TopicPartition) -> MessageId | None:
-        """Return the oldest original of a topic partition whose dead letter rests.
+    def begins_after(self, where: TopicPartition, message_id: MessageId) -> bool:
+        """Return whether dead letters of a topic partition rest, all of newer originals.
 
-        There is none while a dead letter of an earlier segment of the topic rests.
+        The segments of a scalable topic count as one topic partition.
         """
-        if where not in self._dead_letters or self._together(where)[0] != where:
-            return None
-        return self._dead_letters[where].first()
+        if not (together := self._together(where)):
+            return False
+        first = together[0]
+        place = place_in_order(first), self._dead_letters[first].first()
+        return (place_in_order(where), message_id) < place
 
     def add(self, where: TopicPartition, message_id: MessageId, position: EntryId) -> None:
         """Add a resting dead letter."""

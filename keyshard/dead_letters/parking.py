@@ -74,7 +74,8 @@ class Action(Enum):
     """The next step of a message."""
 
     HANDLE = auto()
-    """Its key is not parked, or it is older than the first dead letter of its topic partition."""
+    """Its key is not parked, or it is older than the first dead letter of its topic partition or
+    scalable topic."""
     HANDLE_AGAIN = auto()
     """As HANDLE, but newer dead letters of its key are done. If their originals are redelivered,
     handlers must get them again after this message. First a note of that must be written."""
@@ -134,8 +135,7 @@ class Parking:
             return Action.DEAD_LETTER
         if parked.position(where, message_id) is not None:
             return Action.DONE
-        first = parked.first(where)
-        return Action.HANDLE if first is not None and message_id < first else Action.DEAD_LETTER
+        return Action.HANDLE if parked.begins_after(where, message_id) else Action.DEAD_LETTER
 
     def start(self, key: str, where: TopicPartition, message_id: MessageId) -> Action:
         """Decide as :meth:`action`, for a message that a handler gets next if it may.

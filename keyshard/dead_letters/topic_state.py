@@ -25,6 +25,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.topic_segments import place_in_order
 from keyshard.dead_letters.parked_key import ParkedKey
 from keyshard.errors import CheckpointError
 
@@ -294,21 +295,29 @@ DONE_IDS_MAX = 100_000
 was replayed longest ago are forgotten first, one by one."""
 
 
+_Place = tuple[int, MessageId]
+"""Place of a message in the order of its key: the number of its segment, or 0, and its id."""
+
+
 @dataclass(slots=True)
 class _Done:
-    """Replayed messages of one key in one topic partition."""
+    """Replayed messages of one key in one topic partition or scalable topic."""
 
-    ids: OrderedDict[MessageId, None] = field(default_factory=OrderedDict)
+    places: OrderedDict[_Place, None] = field(default_factory=OrderedDict)
     """In the order in which they were replayed."""
-    newest: MessageId | None = None
-    """None of the ids is newer."""
+    newest: _Place | None = None
+    """None of them is newer."""
 
 
 class ReplayedIds:
-    """Replayed messages, by key and topic partition, until an older message of the key runs."""
+    """Replayed messages, until an older message of their key and topic partition runs.
+
+    The segments of a scalable topic count as one topic partition.
+    """
 
     def __init__(self) -> None:
-        self._done: OrderedDict[tuple[str, TopicPartition], _Done] = OrderedDict()
+        self._done: OrderedDict[tuple[str, str], _Done] = OrderedDict()
+        """By key, and name of the topic partition or scalable topic."""
         self._count = 0
         self._dead_letters: list[tuple[EntryId, TopicPartition, MessageId]] = []
         """Heap of their dead letters; its length is limited to ``DONE_IDS_MAX`` too."""
@@ -318,28 +327,31 @@ class ReplayedIds:
 
     def has(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
         """Whether the dead letter of a message is done, and no earlier message has run since."""
-        done = self._done.get((key, where))
-        return done is not None and message_id in done.ids
+        name, number = place_in_order(where)
+        done = self._done.get((key, name))
+        return done is not None and (number, message_id) in done.places
 
-    def behind(self, key: str, where: TopicPartition, message_id: MessageId) -> list[MessageId]:
+    def behind(self, key: str, where: TopicPartition, message_id: MessageId) -> list[_Place]:
         """Return newer messages whose dead letters are done; :meth:`runs` forgets them."""
-        done = self._done.get((key, where))
-        if done is None or done.newest is None or done.newest < message_id:
+        name, number = place_in_order(where)
+        done, place = self._done.get((key, name)), (number, message_id)
+        if done is None or done.newest is None or done.newest < place:
             return []
-        return [one for one in done.ids if one > message_id]
+        return [one for one in done.places if one > place]
 
     def runs(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
         """Note that a handler gets a message that has no dead letter; forget newer replayed ones.
 
-        If the message is redelivered, so are the newer messages of its topic partition that were
-        replayed before it. Handlers must get those again, after it. They must not get older
-        replayed messages again: those would run after a newer one.
+        If the message is redelivered, so are the newer messages of its topic partition, or of later
+        segments, that were replayed before it. Handlers must get those again, after it. They must
+        not get older replayed messages again: those would run after a newer one.
         """
-        done = self._done.get((key, where))
-        if done is None or done.newest is None or done.newest < message_id:
+        name, number = place_in_order(where)
+        done, place = self._done.get((key, name)), (number, message_id)
+        if done is None or done.newest is None or done.newest < place:
             return
-        self._forget(key, where, self.behind(key, where, message_id))
-        done.newest = message_id
+        self._forget(key, name, self.behind(key, where, message_id))
+        done.newest = place
 
     def add(
         self, key: str, where: TopicPartition, message_id: MessageId, dead_letter: EntryId
@@ -355,20 +367,22 @@ class ReplayedIds:
         heappush(self._dead_letters, (dead_letter, where, message_id))
         if len(self._dead_letters) > DONE_IDS_MAX:
             heappop(self._dead_letters)
-        done = self._done.setdefault((key, where), _Done())
-        self._done.move_to_end((key, where))
-        done.ids[message_id] = None
-        done.newest = message_id if done.newest is None else max(done.newest, message_id)
+        name, number = place_in_order(where)
+        done, place = self._done.setdefault((key, name), _Done()), (number, message_id)
+        self._done.move_to_end((key, name))
+        done.places[place] = None
+        done.newest = place if done.newest is None else max(done.newest, place)
         self._count += 1
         while self._count > DONE_IDS_MAX:
             # A forgotten message runs again if it is redelivered, and the newer ones run after it.
-            (oldest, of), ids = next((one, found.ids) for one, found in self._done.items())
-            self._forget(oldest, of, [next(iter(ids))])
+            (oldest, of), found = next(iter(self._done.items()))
+            self._forget(oldest, of, [next(iter(found.places))])
 
     def discard(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
         """Forget a message that is a dead letter again."""
         if self.has(key, where, message_id):
-            self._forget(key, where, [message_id])
+            name, number = place_in_order(where)
+            self._forget(key, name, [(number, message_id)])
 
     def oldest(self, partitions: Mapping[TopicPartition, PartitionCheckpoint]) -> EntryId | None:
         """Return the oldest done dead letter whose original may be redelivered after a start.
@@ -389,16 +403,16 @@ class ReplayedIds:
     def validate(self) -> None:
         """Assert the invariants; tests call it after every step."""
         assert len(self._dead_letters) <= DONE_IDS_MAX
-        assert self._count == sum(len(done.ids) for done in self._done.values())
+        assert self._count == sum(len(done.places) for done in self._done.values())
         for done in self._done.values():
             assert done.newest is not None
-            assert done.ids, "nothing is remembered of a key"
-            assert max(done.ids) <= done.newest
+            assert done.places, "nothing is remembered of a key"
+            assert max(done.places) <= done.newest
 
-    def _forget(self, key: str, where: TopicPartition, message_ids: Collection[MessageId]) -> None:
-        done = self._done[key, where]
-        for message_id in message_ids:
-            del done.ids[message_id]
-        self._count -= len(message_ids)
-        if not done.ids:
-            del self._done[key, where]
+    def _forget(self, key: str, name: str, places: Collection[_Place]) -> None:
+        done = self._done[key, name]
+        for place in places:
+            del done.places[place]
+        self._count -= len(places)
+        if not done.places:
+            del self._done[key, name]

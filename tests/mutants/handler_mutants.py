@@ -209,7 +209,7 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/dead_letters/parking.py",
-                "first is not None and message_id < first else",
+                "parked.begins_after(where, message_id) else",
                 "False else",
             ),
             Edit(
@@ -267,7 +267,7 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/dead_letters/parking.py",
-                "return Action.HANDLE if first is not None and message_id < first else "
+                "return Action.HANDLE if parked.begins_after(where, message_id) else "
                 "Action.DEAD_LETTER",
                 "return Action.HANDLE",
             ),

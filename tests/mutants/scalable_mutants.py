@@ -162,6 +162,24 @@ OF_SCALABLE_TOPICS = (
         ),
     ),
     Mutant(
+        name="count a dead letter as done although an older message of a parent runs again",
+        promise="Order: what was replayed runs again behind an older message of its key.",
+        edits=(
+            Edit(
+                "keyshard/dead_letters/topic_state.py",
+                "        return [one for one in done.places if one > place]\n",
+                "        return [one for one in done.places if one > place and one[0] == number]\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_parking"),
+            killer(
+                "runtime/test_parked_redelivery",
+                "test_a_dead_letter_of_a_segment_runs_behind_a_redelivery_of_its_parent",
+            ),
+        ),
+    ),
+    Mutant(
         name="register no subscription",
         promise="No loss: the broker keeps a sealed segment until it is acknowledged.",
         edits=(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keyshard import Message
-from keyshard.broker.memory import Batching
+from keyshard import KeyShardSource, Message
+from keyshard.broker.memory import Batching, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
-from tests.support.parking_topic import ParkingTopic, numbers
+from tests.support.memory_scalable_topic import KEYS, TOPIC
+from tests.support.parking_topic import TWO_ATTEMPTS, ParkingTopic, numbers
 
 LETTERS = 5
 
@@ -228,3 +230,53 @@ def test_a_start_knows_a_done_dead_letter_until_its_original_is_in_a_checkpoint(
     with parking.run(handle, checkpoint=checkpoint):
         wait_until(lambda: parking.backlog() == 0)
     assert parking.handled == {"b": [0], "slow": [0]}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_dead_letter_of_a_segment_runs_behind_a_redelivery_of_its_parent(
+    tmp_path: Path, checkpointed: bool
+) -> None:
+    """No entry is completed before the restart, so both messages of the key come again."""
+    name = f"parked-in-segments-{checkpointed}"
+    cluster, url = MemoryCluster.named(name), f"memory://{name}"
+    cluster.scalable.create(TOPIC)
+    source = KeyShardSource(
+        TOPIC, subscription="s", service_url=url, admin_url=url, starting_position="earliest",
+        discovery_interval_ms=50,
+    )  # fmt: skip
+    got: list[int] = []
+    bad, go_on = {1}, threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.key != KEYS[0]:
+            assert go_on.wait(deadline(20))
+        elif (number := int(present(message.value))) in bad:
+            raise ValueError("cannot handle it")
+        else:
+            got.append(number)
+
+    def publish(number: int) -> None:
+        graph = cluster.scalable.graph(TOPIC)
+        slow = next(key for key in KEYS[1:] if graph.segment_of(key) == graph.segment_of(KEYS[0]))
+        both = Stored(b"%d" % number, KEYS[0]), Stored(b"", slow)
+        cluster.publish(TOPIC, *both, batching=Batching.MIXED)
+
+    def backlog() -> int:
+        return sum(cluster.backlog(one, "s") for one in cluster.scalable.graph(TOPIC).partitions)
+
+    options: dict[str, Any] = {"retry": TWO_ATTEMPTS, "drain_timeout_s": 0.1}
+    if checkpointed:
+        options["checkpoint"] = str(tmp_path / "checkpoint.json")
+    with source.running(handle, **options):
+        publish(0)
+        wait_until(lambda: got == [0])
+        cluster.scalable.split(TOPIC, 0)
+        publish(1)
+        wait_until(lambda: source.status()["parked"])
+        bad.clear()
+        source.unpark(KEYS[0])
+        wait_until(lambda: got == [0, 1] and not source.status()["parked"])
+    go_on.set()
+    with source.running(handle, **options):
+        wait_until(lambda: not backlog())
+    assert got == [0, 1, 0, 1]

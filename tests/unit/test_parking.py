@@ -75,10 +75,14 @@ def test_dead_letters_of_a_parent_are_replayed_before_those_of_its_children() ->
     parked.replayed(at(5), "a", parent, original(7))
     parked.validate()
     assert resting(parked) == {"a": [at(3), at(1), at(0), at(2)]}
-    assert parked.keys["a"].first(parent) == original(8)
-    assert parked.keys["a"].first(child) is None, "its messages wait for those of the parent"
+    key = parked.keys["a"]
+    assert key.begins_after(parent, original(7))
+    assert not key.begins_after(parent, original(8))
+    assert not key.begins_after(child, original(0)), "it waits for those of the parent"
     parked.replayed(at(6), "a", parent, original(8))
-    assert parked.keys["a"].first(child) == original(1)
+    assert key.begins_after(child, original(0))
+    assert not key.begins_after(child, original(1))
+    assert key.begins_after(parent, original(9)), "it is older than all of the children"
 
 
 def test_dead_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:
@@ -88,9 +92,11 @@ def test_dead_letters_are_replayed_in_the_order_of_their_originals_per_topic_par
     # In the order of writing, except for newer ones of the same topic partition.
     assert resting(parked) == {"a": [at(3), at(2), at(1), at(4), at(0)]}
     assert parked.keys["a"].first_in_order() == at(3)
-    assert parked.keys["a"].first(P0) == original(2)
+    assert parked.keys["a"].begins_after(P0, original(1))
+    assert not parked.keys["a"].begins_after(P0, original(2))
     parked.replayed(at(5), "a", P0, original(2))
-    assert parked.keys["a"].first(P0) == original(5)
+    assert parked.keys["a"].begins_after(P0, original(4))
+    assert not parked.keys["a"].begins_after(P0, original(5))
     parked.validate()
 
 
@@ -128,6 +134,23 @@ def test_a_replayed_message_that_comes_again_is_known_until_an_older_one_runs() 
     assert parked.done.has("a", P0, original(1))
     parked.done.runs("a", P0, original(0))
     assert not parked.done.has("a", P0, original(1)), "it has to run after the other one"
+    parked.validate()
+
+
+def test_a_replayed_message_of_a_segment_is_known_until_an_older_one_of_a_parent_runs() -> None:
+    parent, child = (
+        TopicPartition(f"segment://public/default/orders/{name}")
+        for name in ("0000-ffff-9", "0000-7fff-10")
+    )
+    parked = TopicState()
+    parked.dead_letter(at(0), "a", child, original(1))
+    assert Parking(parked).start("a", parent, original(7)) is Action.HANDLE, "it is older"
+    parked.replayed(at(1), "a", child, original(1))
+    assert parked.done.has("a", child, original(1))
+    assert not parked.done.has("a", parent, original(1))
+    assert Parking(parked).start("a", parent, original(7)) is Action.HANDLE_AGAIN
+    parked.run_again(at(2), "a", parent, original(7))
+    assert not parked.done.has("a", child, original(1)), "it has to run after the other one"
     parked.validate()
 
 
