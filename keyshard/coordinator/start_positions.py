@@ -102,7 +102,7 @@ def _create_in_segments(
         return SegmentStarts(broker, admin, config, topic, of_topic, prepare=prepare)
 
     starts = list(map(begins, sorted(set(map(topic_of, found)))))
-    with Pool(THREADS_MAX, "keyshard-starts") as pool:
+    with Pool(THREADS_MAX, "keyshard-begin") as pool:
         if isinstance(start, Edge):
             list(pool.map(SegmentStarts.abandon, starts))
             return
