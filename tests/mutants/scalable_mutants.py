@@ -27,10 +27,7 @@ OF_SCALABLE_TOPICS = (
                 "        return False\n",
             ),
         ),
-        killers=(
-            killer(_TESTS, "test_children_wait_until_the_parent_is_received"),
-            killer(_TESTS, "test_a_split_while_the_source_is_down_keeps_the_order"),
-        ),
+        killers=(killer(_TESTS, "test_children_wait_until_the_parent_is_received"),),
     ),
     Mutant(
         name="take a parent for received while entries of it are to come",
