@@ -65,6 +65,18 @@ OF_CHECKERS = (
         killers=(killer("unit/test_checkers", "test_a_broken_promise_is_found_and_shown"),),
     ),
     Mutant(
+        name="let no key start again with a redelivered message that became a dead letter",
+        promise="No false alarm: a redelivered message of a parked key becomes a dead letter.",
+        edits=(
+            Edit(
+                "keyshard/testing/verify/check_messages.py",
+                "is_dead_letter and not starts_again",
+                "is_dead_letter",
+            ),
+        ),
+        killers=(killer("unit/test_checkers", "test_allowed_options_pass"),),
+    ),
+    Mutant(
         name="take every message that comes before older ones for a dead letter",
         promise="Order: only dead letters may run between older messages that a fault repeats.",
         edits=(

@@ -55,6 +55,13 @@ def handled_again(script: Script, seq: int, *, delivered: bool = True) -> Event:
     return started
 
 
+def parked_and_handled_again(script: Script, seq: int) -> Event:
+    """The next process parks a redelivered message of a parked key, and then replays it."""
+    script.add("delivered", message(seq), worker="second")
+    script.add("parked", message(seq), worker="second")
+    return handled_again(script, seq, delivered=False)
+
+
 def lost(script: Script) -> Sequence[Event]:
     sent = script.add("sent", message(0))
     missed = script.add("sent", message(1))
@@ -165,6 +172,21 @@ def handlers_end_with_what_is_older_where_no_delivery_is_told(script: Script) ->
     script.events = [event for event in script.events if event.kind != "delivered"]
     shown = [handled_again(script, seq, delivered=False) for seq in (0, 2, 1)]
     return shown[1:]
+
+
+def handlers_end_with_what_is_older_in_a_parked_key(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script)
+    parked_and_handled_again(script, 0)
+    dead_letter = handled_again(script, 2, delivered=False)
+    older = handled_again(script, 1)
+    script.add("delivered", message(2), worker="second")
+    return [dead_letter, older]
+
+
+def handlers_start_a_parked_key_again_twice_after_one_fault(script: Script) -> Sequence[Event]:
+    rests_and_is_forgotten(script)
+    handled_again(script, 1)
+    return [handled_again(script, 2, delivered=False), parked_and_handled_again(script, 0)]
 
 
 def handlers_go_back_behind_a_letter_twice_after_one_fault(script: Script) -> Sequence[Event]:
@@ -490,6 +512,8 @@ BROKEN: dict[str, list[Change]] = {
         handlers_go_back_to_what_came_after_the_fault,
         handlers_end_with_what_is_older_than_a_dead_letter,
         handlers_end_with_what_is_older_where_no_delivery_is_told,
+        handlers_end_with_what_is_older_in_a_parked_key,
+        handlers_start_a_parked_key_again_twice_after_one_fault,
         handlers_go_back_behind_a_letter_twice_after_one_fault,
         handlers_go_back_behind_what_is_a_letter_no_more,
         handlers_go_back_behind_an_attempt_that_is_no_dead_letter,

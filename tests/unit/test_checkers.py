@@ -23,6 +23,7 @@ from tests.support.broken_histories import (
     handled_again,
     lost,
     message,
+    parked_and_handled_again,
     rests_and_is_forgotten,
     twice_without_a_fault,
 )
@@ -212,6 +213,20 @@ def again_behind_a_dead_letter_of_a_process_that_was_killed(script: Script) -> s
     return "key_order bounded_duplicates"
 
 
+def again_behind_a_dead_letter_in_a_key_that_was_parked_meanwhile(script: Script) -> str:
+    """Found by the simulation ``handlers-segments-frames``, seed 46.
+
+    Message 0 is redelivered while message 2 rests, so it is parked too. Message 1 lies in a later
+    segment, and is redelivered after the key is unparked.
+    """
+    rests_and_is_forgotten(script)
+    parked_and_handled_again(script, 0)
+    handled_again(script, 2, delivered=False)
+    for seq in (1, 2):
+        handled_again(script, seq)
+    return "key_order bounded_duplicates"
+
+
 def one_key_in_two_partitions(script: Script) -> str:
     script.add("started", message(1, partition=0), worker="a")
     script.add("started", message(0, partition=1), worker="b")
@@ -297,6 +312,7 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         again_behind_a_dead_letter_that_failed_again_meanwhile,
         again_behind_a_dead_letter_that_does_not_come_again,
         again_behind_a_dead_letter_of_a_process_that_was_killed,
+        again_behind_a_dead_letter_in_a_key_that_was_parked_meanwhile,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,

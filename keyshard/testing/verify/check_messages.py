@@ -39,6 +39,8 @@ def key_order(events: Sequence[Event]) -> Verdict:
     - After each fault, a key may start again from an earlier message, once.
     - An unparked dead letter may run between older messages that are redelivered after a fault. If
       the dead letter is redelivered too, it must run again after them.
+    - A redelivered message of a parked key becomes a dead letter too. A key may start again with
+      it.
     """
     view = HistoryView.of(events)
     found = Findings("order per key", "messages with a key", "no message with a key was consumed")
@@ -91,9 +93,14 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         routing_name, order = event.routing_name, _order(event)
         faults_then = faults_of.get(event.stored)
         faults_of[event.stored] = faults
-        ahead = dead_letters.ahead_of(event, is_dead_letter=is_dead_letter)
         before, top = last.get(routing_name, event), highest.get(routing_name, event)
         last[routing_name] = event
+        then, back = used.get(routing_name, 0), order < _order(before)
+        came_again = faults_then is not None and (
+            (arrival.latest if arrival else faults) > max(faults_then, then)
+        )
+        starts_again = back and came_again and arrival is not None
+        ahead = dead_letters.ahead_of(event, is_dead_letter=is_dead_letter and not starts_again)
         if order >= _order(top):
             highest[routing_name] = event
         elif faults_then is None and event not in stored_twice:
@@ -103,8 +110,6 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
             continue
         if faults_then is None:
             continue
-        then, back = used.get(routing_name, 0), order < _order(before)
-        came_again = (arrival.latest if arrival else faults) > max(faults_then, then)
         if back and not came_again:
             dead_letters.owe(ahead, event)
             if not ahead:
@@ -296,8 +301,9 @@ class _LettersBetween:
     """Unparked dead letters between redelivered older messages of their key.
 
     A user who unparks a key cannot know the messages that a broker will redeliver. So a key has
-    progressed as far as its last message that was not a dead letter. Dead letters may run before
-    older messages. If they are redelivered too, they must run again after those messages.
+    progressed as far as the last message that was not a dead letter, or with which it started
+    again after a fault. Dead letters may run before older messages. If they are redelivered too,
+    they must run again after those messages.
     """
 
     def __init__(self) -> None:
