@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keyshard import Message
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, DoneMarker
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, DoneMarker, DoneUpToMarker
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.simulation.handling.promises import Name, Promises
@@ -21,7 +21,10 @@ class Course:
     """Events of the messages of one key, by sequence number."""
 
     def __init__(self) -> None:
-        self.promises = Promises(lambda *_: None, commits_in_order=True)
+        self.discarded: list[int] = []
+        self.promises = Promises(
+            lambda _name, _key, seq: self.discarded.append(seq), commits_in_order=True
+        )
         self.dead_letters = 0
 
     @property
@@ -36,6 +39,10 @@ class Course:
 
     def parked(self, seq: int) -> Course:
         self.promises.started(name(seq), "a", seq)
+        return self.parked_behind(seq)
+
+    def parked_behind(self, seq: int) -> Course:
+        """A message of a parked key becomes a dead letter, without an attempt."""
         original = Message.for_test(b"", key="a")._replace(
             topic=TOPIC, partition=0, message_id=name(seq).id
         )
@@ -45,9 +52,17 @@ class Course:
         return self
 
     def replayed(self, seq: int) -> Course:
-        self.done(seq)
+        return self.done(seq).marked(seq)
+
+    def marked(self, seq: int) -> Course:
         self.dead_letters += 1
         marker = DoneMarker("a", "billing", TopicPartition(TOPIC, 0), name(seq).id)
+        self.promises.stored(EntryId(9, self.dead_letters), marker, -1)
+        return self
+
+    def swept(self) -> Course:
+        marker = DoneUpToMarker("a", "billing", EntryId(9, self.dead_letters))
+        self.dead_letters += 1
         self.promises.stored(EntryId(9, self.dead_letters), marker, -1)
         return self
 
@@ -101,3 +116,20 @@ def test_a_replayed_message_does_not_run_again_without_an_older_one() -> None:
 def test_a_replayed_message_does_not_run_again_if_its_original_was_acknowledged() -> None:
     course = Course().forgotten().parked(1).next_life().replayed(1)
     assert course.done(0, 1).broken == NOTHING_FORGOTTEN.format(1)
+
+
+def test_a_replay_is_no_discard_although_a_discard_of_its_key_was_broken_off() -> None:
+    """Found by the simulation ``handlers-segments``, seed 223."""
+    course = Course().parked(1).parked_behind(2).parked_behind(3)
+    course.promises.discarding.add("a")
+    course.forgotten().next_life().replayed(1)
+    assert not course.discarded
+    assert course.marked(2).discarded == [2]
+    assert course.swept().discarded == [2, 3]
+    assert not course.broken
+
+
+def test_a_handled_message_whose_marker_was_not_stored_is_discarded() -> None:
+    course = Course().parked(1).done(1).forgotten().next_life()
+    course.promises.discarding.add("a")
+    assert course.swept().discarded == [1]

@@ -420,13 +420,20 @@ class Program:
         source = self._source
         if source is None:
             return
-        self.promises.discarding.add(key)
+        discarding = self.promises.discarding
+        begun = key in discarding
+        discarding.add(key)
         try:
             self.record.note(f"{source.discard(key)} dead letters of {key} are discarded")
-        except (NotRunningError, BrokerError) as exc:
+        except NotRunningError as exc:
+            self.record.note(f"no discard: {exc}")
+            # It sent no marker; an earlier one may have sent some.
+            if not begun:
+                discarding.discard(key)
+        except BrokerError as exc:
             self.record.note(f"no discard: {exc}")
         else:
-            self.promises.discarding.discard(key)
+            discarding.discard(key)
 
     def rescale(self, ranges: int | None) -> None:
         """Move ranges; ``None``: to equal loads."""

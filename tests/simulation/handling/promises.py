@@ -72,7 +72,8 @@ class Promises:
         self.kept: dict[EntryId, Name] = {}
         """Dead letters that stay in their topic until another client acknowledges them."""
         self.discarding: set[str] = set()
-        """Keys whose dead letters an operator discards now, or was about to when it died."""
+        """Keys whose dead letters an operator discards now, or did when its process died or the
+        broker refused."""
         self._disturbances = 0
         self._handled: dict[Name, int] = {}
         self._of_this_life: set[Name] = set()
@@ -206,7 +207,9 @@ class Promises:
                 where = TopicPartition(name.topic, name.partition)
                 covered = (where, name.id) == (found.topic_partition, found.message_id)
             if covered:
-                if found.key in self.discarding:
+                # The discard of a key may have ended early; its messages are replayed later.
+                replayed = isinstance(found, DoneMarker) and name in self.finished
+                if found.key in self.discarding and not replayed:
                     self.completed(name)
                     self._discarded(name, found.key, rest.seq)
                 del resting[name]
