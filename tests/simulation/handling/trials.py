@@ -67,8 +67,7 @@ class Trial:
         self._outage = random.random() < 0.3
         self._healthy = [f"g{at}" for at in range(random.choice((1, 3, 8)))]
         # If poison keys fill the broker's limit, no other key is received.
-        share = shape.options["window_rows_max"] // sum(shape.topics)
-        room = min(share, shape.unacked_limits.per_consumer) // 2
+        share, room = self._share_and_room(sum(shape.topics))
         self._repeats = 1 if room < KEYS_MIN * 3 else random.choice((1, 3))
         keys = random.choice((1, KEYS_MIN - 1, KEYS_MIN, 12, 40))
         keys = max(1, min(keys, room // self._repeats))
@@ -116,6 +115,7 @@ class Trial:
     def run(self) -> None:
         """Publish to poison keys and to healthy ones, or let all fail for a while."""
         world = self._world
+        self._fit()
         world.note(f"TRIAL {'outage' if self._outage else 'poison'}, {len(self._poison)} keys")
         for hung in self._hung.values():
             hung.left = self._hangs
@@ -138,6 +138,22 @@ class Trial:
         for program in world.programs:
             program.unpark(*program.parked())
         self._go_on(self._nothing_rests, PARK_S, "until all parked keys are let out")
+
+    def _share_and_room(self, partitions: int) -> tuple[int, int]:
+        """Return the rows of each topic partition, and the poison among them that delays no key."""
+        shape = self._world.shape
+        share = shape.options["window_rows_max"] // partitions
+        return share, min(share, shape.unacked_limits.per_consumer) // 2
+
+    def _fit(self) -> None:
+        """Poison no more than there is room for: sealed segments have a share until deleted."""
+        if self._fills:
+            return
+        exist = max(sum(self._world.shape.topics), len(self._world.topic_partitions()))
+        _, room = self._share_and_room(exist)
+        self._fills = not room
+        del self._poison[max(1, room) :]
+        self._repeats = min(self._repeats, max(1, room // len(self._poison)))
 
     def _run_outage(self) -> None:
         world = self._world
