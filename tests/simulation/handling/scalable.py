@@ -64,7 +64,10 @@ class ScalableHandlerWorld(HandlerWorld):
         if not partitions:
             return False
         (program,) = self.programs
-        program.record.ended(partitions)
+        # Dead letters of segments that were deleted before are replayed without an owner.
+        sent = {TopicPartition(name.topic, name.partition) for name in self._sent}
+        earlier = {where for where in sent if topic_of(where) == topic}
+        program.record.ended(earlier.union(partitions))
         program.disturbed()
         debts.unsubscribed = True
         for name in self._sent | self.anomalies.refused:
