@@ -112,5 +112,9 @@ class ParkedKey:
     def _together(self, where: TopicPartition) -> list[TopicPartition]:
         """Return topic partitions with dead letters that share an order with one, in that order."""
         name, _ = place_in_order(where)
-        places = sorted((place_in_order(one), one) for one in self._dead_letters)
-        return [one for (other, _), one in places if other == name]
+        # A topic that was created again has segments of the same numbers, and later originals.
+        places = sorted(
+            (place_in_order(one), originals.first(), one)
+            for one, originals in self._dead_letters.items()
+        )
+        return [one for (other, _), _, one in places if other == name]

@@ -85,6 +85,21 @@ def test_dead_letters_of_a_parent_are_replayed_before_those_of_its_children() ->
     assert key.begins_after(parent, original(9)), "it is older than all of the children"
 
 
+def test_dead_letters_of_a_deleted_topic_are_replayed_before_those_of_the_next_one() -> None:
+    """Found by the simulation ``handlers-segments``, seed 825: segments have the same number."""
+    deleted, again = (
+        TopicPartition(f"segment://public/default/orders/{hashes}-0")
+        for hashes in ("8000-ffff", "0000-ffff")
+    )
+    parked = TopicState()
+    for position, (where, number) in enumerate(((again, 5), (deleted, 1))):
+        parked.dead_letter(at(position), "a", where, original(number))
+        parked.validate()
+    assert resting(parked) == {"a": [at(1), at(0)]}
+    assert parked.keys["a"].first(again) is None, "its messages wait for those of the deleted topic"
+    assert parked.keys["a"].first(deleted) == original(1)
+
+
 def test_dead_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:
     parked = folded((0, "a", 7), (3, "a", 2), (4, "a", 5))
     parked.dead_letter(at(1), "a", P1, original(9))
