@@ -398,7 +398,7 @@ class Chaos:
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        self._until(lambda: time.monotonic() >= end, seconds + 1, "a pause")
+        self._until(lambda: time.monotonic() >= end, seconds + _PROGRESS_S, "a pause")
 
     def _until(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
         """Poll until a condition holds; the program is looked after meanwhile."""

@@ -304,7 +304,7 @@ class ScalableChaos:
 
     def _pause(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
-        self._until(lambda: time.monotonic() >= end_s, seconds + 1, "a pause")
+        self._until(lambda: time.monotonic() >= end_s, seconds + PROGRESS_S, "a pause")
 
     def _until(self, condition: Callable[[], object], limit_s: float, what: str) -> None:
         end_s = time.monotonic() + limit_s
