@@ -86,18 +86,18 @@ class InFlightEntries:
             wheres: The topic partitions.
             unfit: Those for whose completed entries the checkpoint has no room.
         """
-        window, found = self._window, set[TopicPartition]()
-        if not wheres:
-            return found
+        order = self._window.order
         with self._shared.lock:
-            for where, of in window.known.items():
-                if of.state.delivered or of.state.floor:
-                    found |= {where, *window.order.ancestors(where)}
-            return {
-                where
-                for where in found.intersection(wheres)
-                if window.order.ancestors(where).isdisjoint(unfit)
-            }
+            found = set(filter(self._has_entry, wheres))
+            if left := set(wheres) - found:
+                for where in filter(self._has_entry, order.parents):
+                    found |= left & order.ancestors(where)
+            return {where for where in found if order.ancestors(where).isdisjoint(unfit)}
+
+    def _has_entry(self, where: TopicPartition) -> bool:
+        """Return whether the newest checkpoint has an entry of a topic partition."""
+        of = self._window.known.get(where)
+        return of is not None and bool(of.state.delivered or of.state.floor)
 
     def drop_delivered(self, handled: Handled) -> None:
         """Remove messages of entries that the newest checkpoint has, or that never come again."""

@@ -241,6 +241,10 @@ class SegmentGraph:
         raise ValueError(f"no open segment of {self.topic} has hash {key_hash:#06x}")
 
 
+_Segments = Mapping[TopicPartition, frozenset[TopicPartition]]
+"""Other segments of each segment."""
+
+
 class SegmentOrder:
     """Decides which segments wait for their parents. Any thread may call it.
 
@@ -251,8 +255,12 @@ class SegmentOrder:
 
     def __init__(self) -> None:
         self._ended: set[TopicPartition] = set()
-        self.parents: Mapping[TopicPartition, frozenset[TopicPartition]] = {}
+        self.parents: _Segments = {}
         """Parents of each segment that are not deleted. Replaced, never changed."""
+        self._ancestors: tuple[_Segments, dict[TopicPartition, frozenset[TopicPartition]]] = (
+            self.parents, {}
+        )  # fmt: skip
+        """The parents that ancestors were looked up in, and the ancestors. Replaced together."""
 
     def waits(self, where: TopicPartition) -> bool:
         """Return whether a segment waits for one of its parents."""
@@ -263,15 +271,23 @@ class SegmentOrder:
         """Return the number of segments that wait."""
         return sum(map(self.waits, self.parents))
 
-    def ancestors(self, where: TopicPartition) -> set[TopicPartition]:
+    def ancestors(self, where: TopicPartition) -> frozenset[TopicPartition]:
         """Return the segments that a segment succeeds, also through others."""
-        parents, found = self.parents, set[TopicPartition]()
-        left = [where] if parents else []
-        while left:
-            new = parents.get(left.pop(), frozenset()) - found
-            found |= new
-            left += new
-        return found
+        parents = self.parents
+        if where not in parents:
+            return frozenset()
+        of, known = self._ancestors
+        if of is not parents:
+            known = {}
+            self._ancestors = parents, known
+        if where not in known:
+            found, left = set[TopicPartition](), [where]
+            while left:
+                new = parents.get(left.pop(), frozenset()) - found
+                found |= new
+                left += new
+            known[where] = frozenset(found)
+        return known[where]
 
     def awaited(self) -> set[TopicPartition]:
         """Return the parents that some segment waits for, and that wait for none themselves."""

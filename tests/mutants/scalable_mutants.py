@@ -130,8 +130,8 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/coordinator/in_flight.py",
-                "found |= {where, *window.order.ancestors(where)}",
-                "found |= {where}",
+                "                    found |= left & order.ancestors(where)\n",
+                "                    pass\n",
             ),
         ),
         killers=(
@@ -146,8 +146,8 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/coordinator/in_flight.py",
-                "                if window.order.ancestors(where).isdisjoint(unfit)\n",
-                "",
+                "{where for where in found if order.ancestors(where).isdisjoint(unfit)}",
+                "found",
             ),
         ),
         killers=(
