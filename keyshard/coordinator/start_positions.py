@@ -31,6 +31,7 @@ from keyshard.core.position.read_bounds import (
     Edge,
     fixed,
     parse_bound,
+    parse_bounds,
     parse_start,
 )
 from keyshard.core.position.split import stretch
@@ -67,17 +68,17 @@ def create_subscriptions(
             that is not stored; see :func:`keyshard.reading.stored_positions.check_stored`.
         BrokerError: The admin interface does not answer, or refuses.
     """
-    start = parse_start(NAME, config.starting_position)
     found = tuple(found)
     if config.is_scalable:
         _create_in_segments(broker, admin, config, found, topic_of)
         return
+    start = parse_start(NAME, config.starting_position)
     if isinstance(start, Edge) or not found:
         return
     assert admin is not None, "positions need admin_url"
     creator = _SubscriptionCreator(admin, config)
     # A time holds for all topic partitions.
-    bounds = bounds_of(NAME, start, found, config.fail_on_data_loss, None)
+    bounds = parse_bounds(NAME, start, found)
     warn_of_existing(admin, config.subscription, found, config.starting_position)
     with Pool(THREADS_MAX, "keyshard-begin") as pool:
         positions = list(pool.map(creator.position, found, map(bounds.__getitem__, found)))
