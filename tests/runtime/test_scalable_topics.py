@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -632,22 +632,29 @@ def test_batches_of_mixed_keys_keep_their_order_in_handlers() -> None:
     topic.check()
 
 
-def test_a_restart_repeats_no_message_that_was_handled_before_another_key_of_its_entry(
-    tmp_path: Path,
-) -> None:
-    """It would come after newer messages of its key, whose entries are committed."""
-    topic, source = handled("half-entries-of-segments", 1, parallelism=3)
-    broken: set[str] = set()
+def unless_broken(
+    topic: ScalableTopic, broken: Collection[str], folder: Path
+) -> tuple[Callable[[Message], None], dict[str, Any]]:
+    """Return a handler whose broken keys wait for their next attempt, and how it is run."""
 
     def handle(message: Message) -> None:
         if message.key in broken:
             raise ValueError("not yet")
         topic.handle(message)
 
-    how: Any = {
-        "checkpoint": f"file://{tmp_path / 'c.json'}",
+    return handle, {
+        "checkpoint": f"file://{folder / 'c.json'}",
         "retry": RetryPolicy(wait=wait_fixed(3_600), stop=stop_never),
     }
+
+
+def test_a_restart_repeats_no_message_that_was_handled_before_another_key_of_its_entry(
+    tmp_path: Path,
+) -> None:
+    """It would come after newer messages of its key, whose entries are committed."""
+    topic, source = handled("half-entries-of-segments", 1, parallelism=3)
+    broken: set[str] = set()
+    handle, how = unless_broken(topic, broken, tmp_path)
     topic.publish_mixed(40)
     broken.update((KEYS[0], KEYS[7]))
     for heals, count in ((None, 30), (KEYS[0], 35), (KEYS[7], 40)):
@@ -663,16 +670,7 @@ def test_a_restart_repeats_no_message_of_a_parent_after_those_of_its_children(
     """The entries of the parent are not completed, those of the children are."""
     topic, source = handled("half-parents-of-segments", 1, parallelism=3)
     broken = {KEYS[0]}
-
-    def handle(message: Message) -> None:
-        if message.key in broken:
-            raise ValueError("not yet")
-        topic.handle(message)
-
-    how: Any = {
-        "checkpoint": f"file://{tmp_path / 'c.json'}",
-        "retry": RetryPolicy(wait=wait_fixed(3_600), stop=stop_never),
-    }
+    handle, how = unless_broken(topic, broken, tmp_path)
     topic.publish_mixed(5)
     with source.running(handle, **how):
         wait_until(lambda: len(topic.got) == 4)
