@@ -34,6 +34,8 @@ SLOW, SLOW_S = "slow", 8.0
 TRIGGER_S = 2.0
 CALM_S, AFTER_S = 5.0, 10.0
 """Times of publication before and after the split, seconds."""
+END_S = 120.0
+"""Longest wait for the last messages, seconds."""
 
 
 def run() -> dict[str, float]:
@@ -85,12 +87,14 @@ def _measured(broker: DevBroker, name: str, consume: Consume) -> tuple[float, fl
                     split_at = number
                 if since_s > CALM_S + AFTER_S:
                     break
-        while len(arrived) < len(sent):
+        end_s = time.monotonic() + END_S
+        while len(arrived) < len(sent) and time.monotonic() < end_s:
             time.sleep(PAUSE_S)
         stopping.set()
         consumer.join()
-    took = [arrived[number] - at for number, at in enumerate(sent)]
     assert split_at is not None
+    assert len(arrived) == len(sent), f"{len(sent) - len(arrived)} messages did not arrive"
+    took = [arrived[number] - at for number, at in enumerate(sent)]
     # The first half also has the start of the source.
     return max(took[split_at // 2 : split_at - KEYS]), max(took[split_at - KEYS :])
 
