@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -29,6 +29,9 @@ from keyshard.errors import (
 
 Fail = Callable[[KeyShardError], None]
 """Ends a source with an error. Any thread may call it, also more than once."""
+
+SLICE_S = 0.2
+"""Longest wait after which the main thread handles a signal that did not wake it, seconds."""
 
 T = TypeVar("T")
 _owner: ContextVar[Fail | None] = ContextVar("keyshard thread owner", default=None)
@@ -154,6 +157,18 @@ def begin(
     return thread
 
 
+def wait_for(futures: Iterable[Future[Any]]) -> None:
+    """Wait until all futures are done, in slices of :data:`SLICE_S`.
+
+    Python handles a signal between two slices. The system may deliver it to another thread, or
+    just before the main thread waits. Then a wait without slices would hold it back until its end.
+    """
+    waiting = [future for future in futures if not future.done()]
+    while waiting:
+        wait(waiting, SLICE_S)
+        waiting = [future for future in waiting if not future.done()]
+
+
 class Pool:
     """A few threads that share work. As a context manager, it waits for all work.
 
@@ -212,6 +227,7 @@ class Pool:
         def outcomes() -> Iterator[T]:
             try:
                 for future in futures:
+                    wait_for([future])
                     yield future.result()
             finally:
                 for future in futures:
@@ -235,7 +251,8 @@ class Pool:
         for future in dropped:
             future.cancel()
         for thread in self._threads if wait else ():
-            thread.join()
+            while thread.is_alive():
+                thread.join(SLICE_S)
 
     def __enter__(self) -> Pool:
         return self

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +32,7 @@ from keyshard.errors import (
     SubscriptionNotFoundError,
     TopicNotFoundError,
 )
-from keyshard.threads import Pool
+from keyshard.threads import Pool, wait_for
 
 THREADS_MAX = 8
 """Subscriptions in parallel."""
@@ -100,12 +100,12 @@ def open_range_consumers(
             # Only the first subscribe uses ``start``. All other consumers begin at the earliest
             # message: if a reconnect creates a deleted topic again, it is read from its beginning.
             made = [pool.submit(create, owned_range) for owned_range in firsts.values()]
-            wait(made)
+            wait_for(made)
         futures = [
             pool.submit(subscribe, owned_range, StartPosition.EARLIEST)
             for owned_range in owned_ranges
         ]
-        wait(futures)
+        wait_for(futures)
         # A broker that was lost meanwhile may come back wiped. Then the queue of a consumer that
         # lost its connection holds old entries, and their ids would be acknowledged at the new one.
         again = {

@@ -62,8 +62,7 @@ class Program:
         return result
 
 
-def test_sigterm_during_the_start_ends_the_run_in_order(tmp_path: Path) -> None:
-    program = Program(tmp_path, """
+START_THAT_WAITS = """
 other = MemoryBroker(cluster)
 for where in cluster.partitions(topic):
     other.subscribe(SubscriptionSpec(where, "keyshard", split_ring(1)[0], "other", 1),
@@ -72,14 +71,34 @@ for where in cluster.partitions(topic):
 def watch():
     while not any(one.name.startswith("keyshard-subscribe") for one in threading.enumerate()):
         time.sleep(0.01)
-    (folder / "starts").touch()
+    starts()
 
 threading.Thread(target=watch).start()
 source.run(print)
 print("ended in order")
-""")  # fmt: skip
+"""
+"""Calls ``starts()`` while the source waits for ranges that another consumer holds."""
+
+
+def test_sigterm_during_the_start_ends_the_run_in_order(tmp_path: Path) -> None:
+    program = Program(tmp_path, """
+def starts():
+    (folder / "starts").touch()
+""" + START_THAT_WAITS)  # fmt: skip
     program.reached("starts")
     program.process.send_signal(signal.SIGTERM)
+    assert program.end() == "ended in order\n"
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_ends_the_start(tmp_path: Path) -> None:
+    """As if the signal came just before the main thread began to wait."""
+    program = Program(tmp_path, """
+import signal
+
+def starts():
+    time.sleep(0.2)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+""" + START_THAT_WAITS)  # fmt: skip
     assert program.end() == "ended in order\n"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from keyshard.handlers import run
 from keyshard.observe import monitor
 from keyshard.threads import Pool as RealPool
+from keyshard.threads import wait_for
 from tests.simulation.primitives import Pool, RandomModule, SecretsModule, Threading, Time, wait
 from tests.simulation.scheduler import Scheduler
 
@@ -93,7 +94,7 @@ def installed(scheduler: Scheduler, random: Random, also: Collection[str] = ()) 
 
 def real_ones() -> list[tuple[str, str]]:
     """(module, name) of every real primitive that a simulated module holds now."""
-    real = [threading, time, real_random, secrets, RealPool]
+    real = [threading, time, real_random, secrets, RealPool, wait_for]
     real += [threading.Thread, threading.Event, threading.Lock, threading.RLock]
     real += [threading.Condition, time.sleep, time.monotonic, time.time, concurrent.futures.wait]
     return [
@@ -138,4 +139,5 @@ def _stand_ins(scheduler: Scheduler, random: Random, *, quiet: bool) -> list[tup
         (real_random, RandomModule(random)),
         (RealPool, pool),
         (concurrent.futures.wait, wait),
+        (wait_for, wait),
     ]

@@ -399,7 +399,10 @@ class Pool:
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
-    """Replaces ``concurrent.futures.wait``; each future may take the whole time-out."""
+    """Replaces ``concurrent.futures.wait`` and :func:`keyshard.threads.wait_for`.
+
+    Each future may take the whole time-out.
+    """
     for future in sorted(futures, key=lambda one: one.number):
         future.wait(timeout)
 
