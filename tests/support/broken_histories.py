@@ -413,6 +413,21 @@ def done_too_late(script: Script) -> Sequence[Event]:
     return [sent, script.events[-1]]
 
 
+def handled_too_late(script: Script) -> Sequence[Event]:
+    """Of 90 s, handlers of its key ran for 20 s, and one of another key for all of it."""
+    sent = script.add("sent", message(1))
+    script.add("faults_stopped")
+    script.add("started", message(9, key="b"), worker="w")
+    for seq, waits_s in ((0, 0), (1, 70)):
+        script.now += waits_s
+        script.add("started", message(seq), worker="w")
+        script.now += 10
+        script.add("completed", message(seq), worker="w")
+    late = script.events[-1]
+    script.add("completed", message(9, key="b"), worker="w")
+    return [sent, late]
+
+
 def never_done(script: Script) -> Sequence[Event]:
     sent = script.add("sent", message(0))
     script.add("crashed", worker="host")
@@ -552,7 +567,7 @@ BROKEN: dict[str, list[Change]] = {
         one_worker_twice_on_a_key,
         the_same_message_by_two_workers,
     ],
-    "liveness": [done_too_late, never_done],
+    "liveness": [done_too_late, handled_too_late, never_done],
     "possible_order": [
         completed_and_never_started,
         completed_twice,

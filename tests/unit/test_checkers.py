@@ -361,6 +361,29 @@ def test_limits_can_be_given() -> None:
     assert checkers.liveness(script.events, liveness_s=62).holds
 
 
+def test_the_time_of_handlers_of_a_key_is_not_time_that_its_messages_wait() -> None:
+    script = Script()
+    for seq in (0, 1):
+        script.add("sent", message(seq))
+    script.add("started", message(0), worker="w")
+    script.now += 30
+    script.add("faults_stopped")
+    for seq in (0, 1):
+        if seq:
+            script.add("started", message(seq), worker="w")
+        script.now += 70
+        script.add("completed", message(seq), worker="w")
+    assert judge("liveness", script).holds
+    assert checkers.liveness(script.events, liveness_s=0.1).holds
+    script.add("sent", message(2))
+    script.now += 61
+    script.add("started", message(2), worker="w")
+    script.add("completed", message(2), worker="w")
+    verdict = judge("liveness", script)
+    assert verdict.violations == 1
+    assert "handlers of its key ran for 0.0 s of that" in verdict.message
+
+
 def test_violations_are_counted_and_the_first_are_shown() -> None:
     script = Script()
     for seq in range(10_000):
