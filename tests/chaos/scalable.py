@@ -73,6 +73,8 @@ CHANGE_S = 0.5
 """A change that a kill of the broker interrupts is asked for this long before it, seconds."""
 STEP_S = deadline(30)
 """Longest wait for the step at which the program is killed, seconds."""
+BATCH_S = deadline(90)
+"""The same for the first batch of a query, whose JVM starts first, seconds."""
 PROGRESS_S = deadline(120)
 """Longest time without progress, seconds."""
 _POLL_S = 0.1
@@ -250,8 +252,9 @@ class ScalableChaos:
     def _kill_program(self) -> None:
         step = self._draw.choice(SUBJECTS[self._shape.subject])
         ranges = self._draw.randint(*RANGES)
-        self._program.kill_at(step, STEP_S)
+        reached = self._program.kill_at(step, BATCH_S if self._shape.subject == "query" else STEP_S)
         self._counts["kills"] += 1
+        self._counts["kills at their step"] += reached
         where = "at any time" if step is None else step.value
         self._tell(f"program killed: {where}; next with {ranges} ranges")
         self._program.start(ranges)
