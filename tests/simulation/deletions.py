@@ -9,6 +9,7 @@ from typing import NamedTuple
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.log import StoredEntry
 from keyshard.broker.port import StartPosition
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.simulation.starts import entries_of
 
@@ -26,6 +27,18 @@ class Deletion(NamedTuple):
     where: TopicPartition
     trimmed: list[StoredEntry]
     """Entries that were deleted while no subscription retained them."""
+
+
+def shows(state: PartitionCheckpoint, entry_id: EntryId) -> bool:
+    """Whether a checkpoint shows that it lacks a deleted entry.
+
+    It does not say where older ledgers end, nor which ledgers there were (ADR 44).
+    """
+    lasts = state.delivered.last_entries
+    if state.floor is not None:
+        lasts.setdefault(state.floor.ledger, state.floor.entry)
+    is_newest = entry_id.ledger >= max(lasts, default=0)
+    return is_newest or entry_id.entry < lasts.get(entry_id.ledger, 0)
 
 
 class Deletions:

@@ -149,7 +149,8 @@ class Debts:
         """Entries whose loss the source must have noticed, and has not."""
         if self.accepted:
             return []
-        lost = {place[:4] for place in self.lost}
+        # Messages before the start of the source are no loss.
+        lost = {place[:4] for place in self.lost - self.before}
         return [
             f"{where}/{entry_id.ledger}:{entry_id.entry}"
             for (where, entry_id), must in self.skipped.items()

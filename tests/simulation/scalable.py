@@ -58,6 +58,7 @@ class SegmentTopics(Topics):
         if self.partitions():
             return False
         self._segments.create_again(self.lasting)
+        self.returns += 1
         return True
 
     def go(self) -> bool:

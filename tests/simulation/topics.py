@@ -39,6 +39,8 @@ class Topics:
         """Short-lived topics that exist."""
         self.deleted: set[str] = set()
         """Topics that were deleted once; some exist again."""
+        self.returns = 0
+        """How often the lasting topic was created again."""
 
     def create(self, partitions: int, brief: int) -> None:
         """Create the topics of the start."""

@@ -30,7 +30,7 @@ from keyshard.errors import (
 )
 from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
-from tests.simulation.deletions import Deletions
+from tests.simulation.deletions import Deletions, shows
 from tests.simulation.faults import CELLS, TOPICS, Cell, Fault, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
@@ -145,6 +145,8 @@ class World:
         self._paid: set[int] = set()
         self.lives = 0
         """Processes that ran the query."""
+        self._returns = 0
+        """Returns of the lasting topic before this life."""
         self._done = False
 
     def run(self) -> Outcome:
@@ -475,12 +477,14 @@ class World:
             )
             debts.delete_subscription(where, known[where])
             for entry in trimmed:
-                debts.skipped.setdefault((where, entry.id), self.is_known(where, entry.id))
+                named = self.is_known(where, entry.id) and shows(known[where], entry.id)
+                debts.skipped.setdefault((where, entry.id), named)
                 debts.skip(where, entry.id, range(len(entry.messages)))
 
     def _live(self, process: Process) -> None:
         outages, crashes = self.network.outages, self.injector.broker_crashes
         excused = not self.network.up
+        self._returns = self.topics.returns
         ranges = self.shape.ranges[self.injector.changes % len(self.shape.ranges)]
         self.record.note(f"life {self.lives} with {ranges} ranges")
         source = self._source(process, ranges)
@@ -523,7 +527,8 @@ class World:
         if self.wiped is not None:
             return self.wiped.is_named_by(error)
         if isinstance(error, TopicNotFoundError):
-            return not self.topics.partitions()
+            # A topic that exists again may have been missing when this life asked for it.
+            return not self.topics.partitions() or self.topics.returns > self._returns
         if self.debts.accepted:
             return False
         if isinstance(error, DataLossTrimmedError):
