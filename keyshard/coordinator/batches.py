@@ -265,7 +265,8 @@ class Batches:
         )
         entries = self._replayed(checkpoint)
         with self._shared.lock:
-            self._window.batches.restore(batch_id, entries)
+            lost = self._window.batches.restore(batch_id, entries)
+            self._window.counters.entries_lost += lost
 
     def _partition(self, batch_id: str, index: int) -> list[Located]:
         """Return the entries of a layout partition, with only the messages that it has."""

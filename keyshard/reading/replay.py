@@ -24,6 +24,7 @@ from keyshard.errors import (
     DataLossTrimmedError,
     KeyShardError,
     ReplayTimeoutError,
+    TopicNotFoundError,
     UnreadableEntryError,
 )
 from keyshard.reading.scan import Scan
@@ -65,7 +66,7 @@ def replay(
         the checkpoint names.
 
     Raises:
-        DataLossTrimmedError: The broker no longer stores some of the entries.
+        DataLossTrimmedError: The broker no longer stores some of the entries, or their topic.
         UnreadableEntryError: An entry can no longer be read.
         TopicRecreatedError: The broker stores other entries under their ids.
         ReplayTimeoutError: The deadline passed (retriable).
@@ -125,7 +126,12 @@ def _replay_partition(
                     how=how, unreadable=unreadable,
                 )  # fmt: skip
 
-            for block in retry_until(read_stretch, max(0.0, deadline - time.monotonic())):
+            try:
+                blocks = retry_until(read_stretch, max(0.0, deadline - time.monotonic()))
+            except TopicNotFoundError as exc:
+                _log.info("a planned batch has entries of a deleted topic: %s", exc.summary)
+                break
+            for block in blocks:
                 indices = state.partial.get(block.id)
                 found[block.id] = block if indices is None else only(block, indices)
     return [found[entry_id] for entry_id in sorted(found)]

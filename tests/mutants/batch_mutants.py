@@ -468,6 +468,42 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="name a planned batch of a deleted topic a wrong name",
+        promise="No loss without a word: rows of a deleted topic are lost, and may be accepted.",
+        edits=(
+            Edit(
+                "keyshard/reading/replay.py",
+                '                _log.info("a planned batch has entries of a deleted topic: %s", '
+                "exc.summary)\n"
+                "                break\n",
+                "                raise\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_replay",
+                "test_entries_of_a_topic_that_is_deleted_are_data_loss_and_named",
+            ),
+        ),
+    ),
+    Mutant(
+        name="do not count entries that are lost with a worker",
+        promise="No loss without a count.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/batches.py",
+                "            self._window.counters.entries_lost += lost\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_remote_content",
+                "test_a_partition_that_is_lost_with_its_worker_is_empty_where_loss_is_accepted",
+            ),
+        ),
+    ),
+    Mutant(
         name="release a batch of a deleted topic that was forgotten",
         promise="A topic that is deleted ends nothing but itself.",
         edits=(

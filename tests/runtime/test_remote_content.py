@@ -17,7 +17,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
-from keyshard.errors import BatchReleasedError
+from keyshard.errors import BatchReleasedError, DataLossTrimmedError
 from keyshard.workers.authentication import with_token
 from keyshard.workers.broker import RemoteBroker
 from tests.helpers import config, keys_of, received, wait_until
@@ -182,18 +182,44 @@ def test_a_batch_of_a_worker_that_died_has_the_same_rows(at: WorkerSource, known
     assert values(at.read(at.cut())) == list(range(ROWS, ROWS + 200))
 
 
+def trim(at: WorkerSource) -> None:
+    """Delete all that the topic stores."""
+    for where in at.cluster.partitions(at.topic):
+        at.cluster.trim(where, EntryId(10**9, 0))
+
+
+def delete(at: WorkerSource) -> None:
+    at.cluster.delete_topic(at.topic)
+
+
+@pytest.mark.parametrize("loss", [trim, delete])
 @pytest.mark.parametrize("at", [{"fail_on_data_loss": False}], indirect=True)
 def test_a_partition_that_is_lost_with_its_worker_is_empty_where_loss_is_accepted(
-    at: WorkerSource,
+    at: WorkerSource, loss: Callable[[WorkerSource], None]
 ) -> None:
     at.publish()
     end = at.cut()
     layout = at.coordinator.batches.plan(end)
-    for where in at.cluster.partitions(at.topic):
-        at.cluster.trim(where, EntryId(10**9, 0))
+    entries = sum(len(state.batch) for state in end.partitions.values())
+    loss(at)
     for worker in list(at.workers):
         at.kill(worker)
     assert at.read(end) == {index: [] for index in layout}
+    assert at.coordinator.status()["entriesLost"] == entries > 0
+
+
+@pytest.mark.parametrize("loss", [trim, delete])
+def test_a_batch_that_is_lost_with_its_worker_is_a_named_loss(
+    at: WorkerSource, loss: Callable[[WorkerSource], None]
+) -> None:
+    """Found by the simulation: a topic that was deleted was said to have a wrong name."""
+    at.publish()
+    end = at.cut()
+    loss(at)
+    for worker in list(at.workers):
+        at.kill(worker)
+    with pytest.raises(DataLossTrimmedError, match="entries of a planned batch"):
+        at.read(end)
 
 
 def test_a_task_that_had_some_rows_continues_behind_them(

@@ -22,6 +22,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
     ReplayTimeoutError,
+    TopicNotFoundError,
     TopicRecreatedError,
 )
 from keyshard.reading import replay as replay_module
@@ -111,6 +112,19 @@ def test_entries_that_are_gone_are_data_loss_and_named() -> None:
         "topic_partition": where.name,
         "missing": str(EntrySet.of(found[where][1:4])),
     }
+
+
+def test_entries_of_a_topic_that_is_deleted_are_data_loss_and_named() -> None:
+    cluster, (where, other), found = published(3, partitions=2)
+    ends = end_of({one: EntrySet.of(found[one]) for one in (where, other)})
+    missing = TopicNotFoundError("The topic does not exist.", "Create it.")
+    opens = ScriptedCall(raises=lambda asked, *_: missing if asked == other else None)
+    broker = faulty(MemoryBroker(cluster), reader=opens)
+    with pytest.raises(DataLossTrimmedError, match="3 entries of a planned batch") as caught:
+        replay(broker, ends, 10)
+    assert caught.value.facts["topic_partition"] == other.name
+    entries = replay(broker, ends, 10, fail_on_data_loss=False)
+    assert [len(entries[one]) for one in (where, other)] == [3, 0]
 
 
 def test_other_entries_under_the_ids_of_the_batch_are_refused() -> None:

@@ -82,8 +82,11 @@ class PlannedBatches:
         except KeyError:
             raise self._missing(batch_id, f" with a partition {index}") from None
 
-    def restore(self, batch_id: str, entries: dict[TopicPartition, list[EntryBlock]]) -> None:
+    def restore(self, batch_id: str, entries: dict[TopicPartition, list[EntryBlock]]) -> int:
         """Lay out a batch again, after a replay of its entries.
+
+        Returns:
+            The number of entries that the replay did not find.
 
         Raises:
             BatchReleasedError: The batch was released.
@@ -94,6 +97,9 @@ class PlannedBatches:
         # If entries are no longer stored and data loss is allowed, their partition stays, empty.
         layout = {index: laid_out.get(index, []) for index in batch.layout}
         self._planned[batch_id] = replace(batch, layout=layout)
+        found = {(where, block.id) for where, blocks in entries.items() for block in blocks}
+        held = ((where, block.id) for where, blocks in batch.entries.items() for block in blocks)
+        return sum(one not in found for one in held)
 
     def release(self, batch_id: str) -> list[PlannedBatch]:
         """Forget a batch and all older ones; does nothing if the batch is not planned."""
