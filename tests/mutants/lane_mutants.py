@@ -78,6 +78,17 @@ OF_LANES = (
         ),
     ),
     Mutant(
+        name="wait in a stop for the retry of a dead letter",
+        promise="A stop does not wait for dead letters whose replay waits for a retry.",
+        edits=(Edit(LANES, "stays = self._draining and work.entry is None", "stays = False"),),
+        killers=(
+            killer(
+                "unit/test_lanes",
+                "test_a_drain_does_not_wait_for_the_retry_of_a_dead_letter_that_fails_meanwhile",
+            ),
+        ),
+    ),
+    Mutant(
         name="take a key that fails beside others for an outage",
         promise="A key whose message keeps failing is parked while other keys succeed.",
         edits=(

@@ -199,3 +199,15 @@ def test_only_running_messages_of_held_slots_block_a_move() -> None:
     assert blocks is running[1]
     lanes.completed(blocks)
     assert lanes.blocking() == []
+
+
+def test_a_drain_does_not_wait_for_the_retry_of_a_dead_letter_that_fails_meanwhile() -> None:
+    lanes = lanes_with()
+    lanes.insert(resting(1))
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.drain()
+    assert lanes.unfinished(30.0, held=False), "its handler runs"
+    lanes.again(work, 20.0, "broken")
+    lanes.validate()
+    assert not lanes.unfinished(30.0, held=False), "it stays in the dead-letter topic"

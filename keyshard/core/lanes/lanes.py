@@ -203,8 +203,7 @@ class Lanes:
         queue = work.queue
         self._end(queue)
         queue.work.popleft()
-        queue.attempts, queue.reason, queue.behind = 0, None, 0
-        queue.first_failed_s = None
+        queue.attempts, queue.reason, queue.first_failed_s, queue.behind = 0, None, None, 0
         if queue.work:
             self._make_ready(queue)
         elif queue.key is not None:
@@ -240,7 +239,8 @@ class Lanes:
         queue.behind = self._received
         queue.reason = reason
         queue.not_before_s = not_before_s
-        self._later.push(queue)
+        stays = self._draining and work.entry is None
+        (self._aside.append if stays else self._later.push)(queue)
 
     def insert(self, resting: StoredDeadLetter) -> None:
         """Put a dead letter at the head of its key, to replay it. The key must not be running.
@@ -289,7 +289,7 @@ class Lanes:
     def drain(self) -> None:
         """Start no further entry; finish only those that have started, so that they are complete.
 
-        Dead letters whose replay waits for a retry stay in the dead-letter topic.
+        Dead letters whose replay waits for a retry, now or later, stay in the dead-letter topic.
         """
         if self._draining:
             return
