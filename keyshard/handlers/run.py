@@ -467,11 +467,13 @@ class HandlerRun:
         )  # fmt: skip
         while True:
             deadline = began_s + self.drain_timeout_s
-            moved = min(deadline, began_s + MOVES_S)
-            if time.monotonic() >= deadline or not self._unfinished(deadline, moved):
+            if time.monotonic() >= deadline or not self._unfinished(deadline, began_s + MOVES_S):
                 break
-            if self._logged is not None and self._waits:
-                self._commit()
+            try:
+                if self._logged is not None and self._waits:
+                    self._commit()
+            except Exception as exc:  # noqa: BLE001 - handlers that run have to end nevertheless
+                self._dispatcher.fail(unexpected("Handling", exc))
             time.sleep(DRAIN_LOOK_S)
         ended = self._end_executor(max(0.0, deadline - time.monotonic()))
         self._dead_letters.close(max(0.1, deadline - time.monotonic()))
@@ -485,17 +487,15 @@ class HandlerRun:
                         self.drain_timeout_s,
                     )  # fmt: skip
         try:
-            self._commit_rest(deadline)
-        except RuntimeStoppedError:
-            pass
+            with suppress(RuntimeStoppedError):
+                self._commit_rest(deadline)
         finally:
             self._dead_letters.dead_letters.close()
         tally = self._dispatcher.tally
         _log.info(
             "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
             "messages dead-lettered",
-            time.monotonic() - began_s,
-            tally.completed, tally.failed_attempts, tally.dead_lettered,
+            time.monotonic() - began_s, tally.completed, tally.failed_attempts, tally.dead_lettered,
         )  # fmt: skip
 
     def _commit_rest(self, deadline_s: float) -> None:

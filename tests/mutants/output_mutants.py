@@ -160,4 +160,20 @@ OF_OUTPUTS = (
             ),
         ),
     ),
+    Mutant(
+        name="end a stop at a checkpoint that fails, while handlers run",
+        promise="A stop waits for running handlers, also if a checkpoint cannot be stored.",
+        edits=(
+            Edit(
+                RUN,
+                '                self._dispatcher.fail(unexpected("Handling", exc))\n'
+                "            time.sleep(DRAIN_LOOK_S)\n",
+                '                raise unexpected("Handling", exc) from exc\n'
+                "            time.sleep(DRAIN_LOOK_S)\n",
+            ),
+        ),
+        killers=(
+            killer(TESTS, "test_a_checkpoint_that_fails_during_a_stop_leaves_no_handler_behind"),
+        ),
+    ),
 )

@@ -19,6 +19,7 @@ from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.outputs import Outputs
 from keyshard.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     ConfigError,
     DeduplicationError,
@@ -459,3 +460,37 @@ def test_a_second_run_with_the_checkpoint_of_the_first_is_refused(once: Copied, 
         sink = replace(once.sink, connection=connection)
         with pytest.raises(ProducerBusyError):
             once.source(subscription="other").run(copy, sink=sink, checkpoint=other)
+
+
+def test_a_checkpoint_that_fails_during_a_stop_leaves_no_handler_behind(
+    once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "keyshard.handlers.run")
+    once.cluster.publish(once.topic, Stored(b"1", key="a"), Stored(b"1", key="b"))
+    begun, returned = threading.Barrier(3), threading.Event()
+    stopping, fails = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> Produce:
+        begun.wait(DEADLINE_S)
+        if message.key == "a":
+            assert fails.wait(DEADLINE_S)
+            time.sleep(0.2)
+            returned.set()
+        else:
+            assert stopping.wait(DEADLINE_S)
+        return Produce(message.value, key=message.key)
+
+    def save(_: CheckpointStore, __: Checkpoint) -> int:
+        fails.set()
+        raise CheckpointError("No space left on device.")
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    source = once.source(parallelism=1)
+    with once.running(source, handle, sink=once.sink, checkpoint=path) as run:
+        run.wait_started()
+        begun.wait(DEADLINE_S)
+        source.stop()
+        wait_until(lambda: "stopping: 2 handlers are running" in caplog.text)
+        stopping.set()
+    assert returned.is_set(), "the run ended before its handler"
+    assert [type(one) for one in once.errors] == [CheckpointError]
