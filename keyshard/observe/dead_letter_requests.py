@@ -14,7 +14,7 @@ from keyshard.control import Handler
 from keyshard.core.dead_letter import DeadLetter, position_of_text, position_text
 from keyshard.core.dead_letter_filter import DeadLetterFilter, Plan
 from keyshard.core.message import MessageId
-from keyshard.core.option_checks import check_integer
+from keyshard.core.option_checks import check_bool, check_integer, check_names
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.core.topic_segments import received_topic_name
 from keyshard.dead_letters.browser import Page, Stored
@@ -244,7 +244,7 @@ class DeadLetterRequests:
             position = None if start is None else position_of_text(str(start))
         except ValueError as exc:
             raise ConfigError(f"from is {shown(start)}.", "Give next of the page before.") from exc
-        wanted = _filter_of(request)
+        wanted = _filter_of(request, "limit", "from")
         return listed_page(self._running().dead_letters.browser.page(wanted, position, limit))
 
     def _show(self, request: Mapping[str, Any]) -> Any:
@@ -256,17 +256,38 @@ class DeadLetterRequests:
         return answer
 
     def _unpark(self, request: Mapping[str, Any]) -> Any:
-        wanted = _filter_of(request).checked(request.get("all", False))
-        return _plan(self._running().unpark(wanted, dry_run=request.get("dry_run") is True))
+        wanted = _filter_of(request, "all", "dry_run").checked(request.get("all", False))
+        return _plan(self._running().unpark(wanted, dry_run=_is_dry_run(request)))
 
     def _discard(self, request: Mapping[str, Any]) -> Any:
-        wanted = _filter_of(request).checked(request.get("all", False))
-        return _plan(self._running().discard(wanted, dry_run=request.get("dry_run") is True))
+        wanted = _filter_of(request, "all", "dry_run").checked(request.get("all", False))
+        return _plan(self._running().discard(wanted, dry_run=_is_dry_run(request)))
 
 
-def _filter_of(request: Mapping[str, Any]) -> DeadLetterFilter:
-    """Return the filter of a request, with the key as the broker decodes it."""
-    given = {one.name: request[one.name] for one in fields(DeadLetterFilter) if one.name in request}
+def _is_dry_run(request: Mapping[str, Any]) -> bool:
+    """Return whether a request changes nothing.
+
+    Raises:
+        ConfigError: ``dry_run`` is neither true nor false.
+    """
+    value: bool = request.get("dry_run", False)
+    check_bool("dry_run", value)
+    return value
+
+
+def _filter_of(request: Mapping[str, Any], *others: str) -> DeadLetterFilter:
+    """Return the filter of a request, with the key as the broker decodes it.
+
+    Args:
+        request: The request.
+        others: Its fields that are no conditions.
+
+    Raises:
+        ConfigError: A condition is wrong, or a field is unknown: without it, more would match.
+    """
+    names = [one.name for one in fields(DeadLetterFilter)]
+    check_names(f"The request {request.get('do')}", request, ["do", *others, *names])
+    given = {name: request[name] for name in names if name in request}
     if isinstance(given.get("key"), str):
         given["key"] = broker_text(given["key"])
     return DeadLetterFilter(**given)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard.broker.connect import connect_admin
 from keyshard.control import ControlServer, Handler
+from keyshard.core.option_checks import check_bool
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import RescaleDryRun
 from keyshard.core.ring.key_slot import broker_text
@@ -184,7 +185,9 @@ class Monitor:
             )
         if rescaler is None:
             raise NotRunningError("The source is still starting.", "Try again later.")
-        if request.get("dry_run") is True:
+        dry_run = request.get("dry_run", False)
+        check_bool("dry_run", dry_run)
+        if dry_run:
             return self._plan(ranges)
         if request.get("balance") is True and ranges is None:
             return rescaler.balance().to_dict()

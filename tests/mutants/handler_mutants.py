@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Edit, Mutant, killer
 
+REQUESTS = "keyshard/observe/dead_letter_requests.py"
+COMMANDS = "runtime/test_dead_letter_commands"
 IN_THE_SIMULATION = killer(
     "simulation/test_handling", "test_keys_keep_their_order_through_retries_and_parking"
 )
@@ -357,5 +359,24 @@ OF_HANDLERS = (
                 "test_combined_conditions_select_the_common_dead_letters",
             ),
         ),
+    ),
+    Mutant(
+        name="discard dead letters although dry_run is no truth value",
+        promise="A request with a wrong or unknown field changes nothing.",
+        edits=(Edit(REQUESTS, '    check_bool("dry_run", value)\n', ""),),
+        killers=(killer(COMMANDS, "test_a_request_with_a_wrong_or_unknown_field_changes_nothing"),),
+    ),
+    Mutant(
+        name="ignore unknown conditions of dead letters",
+        promise="A request with a wrong or unknown field changes nothing.",
+        edits=(
+            Edit(
+                REQUESTS,
+                "    check_names(f\"The request {request.get('do')}\", "
+                'request, ["do", *others, *names])\n',
+                "",
+            ),
+        ),
+        killers=(killer(COMMANDS, "test_a_request_with_a_wrong_or_unknown_field_changes_nothing"),),
     ),
 )

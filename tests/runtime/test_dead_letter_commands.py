@@ -48,6 +48,26 @@ def test_dead_letters_are_counted_before_they_are_discarded(parking: ParkingTopi
         wait_until(lambda: parking.resting() == 0)
 
 
+def test_a_request_with_a_wrong_or_unknown_field_changes_nothing(parking: ParkingTopic) -> None:
+    parking.broken = {"a"}
+    parking.publish("a")
+    with parking.run() as run:
+        wait_until(lambda: len(parking.dead_letters()) == 1)
+        source = control()
+        for do in ("discard", "unpark"):
+            for wrong in ("true", 1, None):
+                with pytest.raises(ConfigError, match="dry_run is"):
+                    source.ask(do, key="a", dry_run=wrong)
+            with pytest.raises(ConfigError, match="'older_than'"):
+                source.ask(do, topic="orders", older_than=7_200)
+        with pytest.raises(ConfigError, match="'subject'"):
+            source.ask("dead_letters", subject="orders")
+        with pytest.raises(ConfigError, match="dry_run is 1; it must be true or false"):
+            source.ask("rescale", ranges=2, dry_run=1)
+        assert run.source.status()["parkedKeys"] == 1
+        assert len(run.source.status()["ranges"]) == 3
+
+
 def test_dead_letters_are_listed_and_shown_by_request(parking: ParkingTopic) -> None:
     parking.broken = {"a"}
     parking.publish(*"aab")
