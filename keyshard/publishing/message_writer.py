@@ -100,7 +100,8 @@ class MessageWriter:
         for queue in queues:
             queue.publish()
         for queue in queues:
-            queue.producer.flush()
+            with suppress(KeyShardError):  # it has ended: its messages have failed
+                queue.producer.flush()
         with self._changed:
             failed, self._failed = self._failed, None
         if failed is not None:

@@ -333,4 +333,21 @@ OF_SINK = (
         ),
         killers=(killer("unit/test_canonical", "test_the_order_of_keys_does_not_matter"),),
     ),
+    Mutant(
+        name="end a flush at the first producer that has ended",
+        promise="A flush waits for the messages of every topic partition.",
+        edits=(
+            Edit(
+                "keyshard/publishing/message_writer.py",
+                "with suppress(KeyShardError):  # it has ended: its messages have failed",
+                "if True:",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_sink_messages",
+                "test_a_producer_that_has_ended_takes_no_message_of_others_with_it",
+            ),
+        ),
+    ),
 )

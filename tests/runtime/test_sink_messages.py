@@ -198,3 +198,29 @@ def test_a_producer_that_has_ended_is_opened_again(world: SinkTopic) -> None:
         sink.flush()
     sink.close()
     assert [one.value for one in world.stored()] == [b"before", b"after"]
+
+
+def test_a_producer_that_has_ended_takes_no_message_of_others_with_it(world: SinkTopic) -> None:
+    sink, keys = world.sink(), "abcdefgh"
+    for key in keys:
+        sink.send(b"before", key=key).result(deadline(5))
+    writer = sink._state.writer(sink)
+    ended, *others = writer._queues
+    assert others
+    with world.cluster.lock:
+        writer._queues[ended].producer._end(BrokerError("It is gone."))  # type: ignore[attr-defined]
+    sink.flush()  # no message has failed
+    again = [sink.send(b"again", key=key) for key in keys]
+    sink.flush()
+    assert [one.exception(0) for one in again] == [None] * len(keys)
+    world.hold()
+    sent = {key: sink.send(b"held", key=key) for key in keys}
+    with world.cluster.lock:
+        writer._queues[ended].producer._end(BrokerError("It is gone."))  # type: ignore[attr-defined]
+    released = threading.Timer(0.2, world.release)
+    released.start()
+    with pytest.raises(BrokerError, match="gone"):
+        sink.close()
+    released.join()
+    lost = {key for key, future in sent.items() if future.exception(0) is not None}
+    assert lost == {key for key in keys if writer._partition_of(key) == ended}
