@@ -53,6 +53,9 @@ class TopicState:
         self._sending: dict[object, EntryId | None] = {}
         self._claims: dict[object, EntryId] = {}
         self._positions: list[EntryId] = []
+        """Heap of dead letters; it may contain some that no longer rest."""
+        self._marked: list[EntryId] = []
+        """Heap of others, whose markers were in flight when a message was sent."""
         self._not_resting: set[EntryId] = set()
         self._marking: set[EntryId] = set()
         self._swept: dict[str, EntryId] = {}
@@ -158,7 +161,9 @@ class TopicState:
             The oldest resting dead letter without a marker in flight; the message claims it.
         """
         self._sending[what] = self._next
-        claimed = self._oldest(self._marking)
+        # A discard may mark very many. Each is set aside once, not looked at by each message.
+        while (claimed := self._first_of(self._positions)) in self._marking:
+            heappush(self._marked, heappop(self._positions))
         if claimed is not None:
             self._claims[what] = claimed
         return claimed
@@ -168,6 +173,8 @@ class TopicState:
         del self._sending[what]
         self._claims.pop(what, None)
         self._marking.difference_update(marks)
+        while self._marked and not self._marking:
+            heappush(self._positions, self._marked.pop())
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -191,7 +198,8 @@ class TopicState:
     @property
     def oldest(self) -> EntryId | None:
         """Position of the oldest resting dead letter; ``None`` if none rests."""
-        return self._oldest(())
+        each = self._first_of(self._positions), self._first_of(self._marked)
+        return min((one for one in each if one is not None), default=None)
 
     def rests(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
         """Whether a dead letter of an original rests."""
@@ -210,7 +218,8 @@ class TopicState:
             assert parked.in_order()[0] == parked.first_in_order()
             resting += found
         assert self.oldest == min(resting, default=None)
-        assert len(self._positions) == len(resting) + len(self._not_resting)
+        known = len(self._positions) + len(self._marked)
+        assert known == len(resting) + len(self._not_resting)
         self.done.validate()
 
     # -- the part of a checkpoint -----------------------------------------------------------------
@@ -262,19 +271,11 @@ class TopicState:
         if not parked.count:
             del self.keys[key]
 
-    def _oldest(self, besides: Collection[EntryId]) -> EntryId | None:
-        """Return the position of the oldest resting dead letter that is not in ``besides``."""
-        heap, aside = self._positions, []
-        while heap and (heap[0] in self._not_resting or heap[0] in besides):
-            position = heappop(heap)
-            if position in self._not_resting:
-                self._not_resting.discard(position)
-            else:
-                aside.append(position)
-        found = heap[0] if heap else None
-        for position in aside:
-            heappush(heap, position)
-        return found
+    def _first_of(self, heap: list[EntryId]) -> EntryId | None:
+        """Return the oldest resting dead letter of a heap."""
+        while heap and heap[0] in self._not_resting:
+            self._not_resting.discard(heappop(heap))
+        return heap[0] if heap else None
 
 
 def _id_text(position: EntryId | None) -> str | None:

@@ -379,4 +379,21 @@ OF_HANDLERS = (
         ),
         killers=(killer(COMMANDS, "test_a_request_with_a_wrong_or_unknown_field_changes_nothing"),),
     ),
+    Mutant(
+        name="look at all marked dead letters for each message",
+        promise="A message that is sent during a large discard does not hold up the handlers.",
+        edits=(
+            Edit(
+                "keyshard/dead_letters/topic_state.py",
+                "        while self._marked and not self._marking:\n",
+                "        while self._marked:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_parking",
+                "test_a_message_that_is_sent_during_a_discard_examines_its_dead_letters_once",
+            ),
+        ),
+    ),
 )

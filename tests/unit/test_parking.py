@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from heapq import heappop
 
 import pytest
 
@@ -286,6 +287,35 @@ def test_a_sent_marker_claims_the_oldest_unmarked_dead_letter() -> None:
     parked.sent("next", {at(1)})
     assert parked.sending("last") == at(1)
     parked.validate()
+
+
+def test_a_message_that_is_sent_during_a_discard_examines_its_dead_letters_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    popped = 0
+
+    def pop(heap: list[EntryId]) -> EntryId:
+        nonlocal popped
+        popped += 1
+        return heappop(heap)
+
+    monkeypatch.setattr(topic_state, "heappop", pop)
+    parked = folded(*((number, "a", number) for number in range(100)), (100, "b", 100))
+    discarded = {at(number) for number in range(100)}
+    parked.marking(discarded)
+    for number in range(50):
+        assert parked.sending(number) == at(100)
+        parked.sent(number)
+        assert parked.oldest == at(0), "the markers are not confirmed"
+        parked.validate()
+    assert popped <= 200
+    for number in range(99):
+        parked.replayed(at(101 + number), "a", P0, original(number))
+        parked.validate()
+    parked.sending("discard")
+    parked.sent("discard", discarded)
+    parked.validate()
+    assert parked.sending("next") == at(99), "it rests and is not marked any more"
 
 
 @pytest.mark.parametrize(
