@@ -44,7 +44,12 @@ from keyshard.dead_letters.subscription import DeadLetterSubscription
 from keyshard.dead_letters.topic_scan import dead_letter_of, position_of, read
 from keyshard.dead_letters.topic_state import TopicState
 from keyshard.dead_letters.writer import DeadLetterWriter
-from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, KeyShardError
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    DataLossTrimmedError,
+    KeyShardError,
+)
 from keyshard.threads import Pool
 
 SENT_AT_ONCE = 32
@@ -338,8 +343,11 @@ class DeadLetterStore:
         """Flush acknowledgements and close the handles. Idempotent."""
         self._writer.stop()
         self.finished.close()
-        self._writer.close()
-        self._keeper.close()
+        for part in (self._writer, self._keeper):
+            try:
+                part.close()
+            except BrokerError as exc:  # noqa: PERF203 - an outage now is no error of the run
+                _log.warning("the dead letters did not end cleanly: %s", exc.summary)
 
     # -- helpers ----------------------------------------------------------------------------------
 

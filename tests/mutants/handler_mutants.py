@@ -396,4 +396,18 @@ OF_HANDLERS = (
             ),
         ),
     ),
+    Mutant(
+        name="take an outage at the end of a run for its error",
+        promise="A stop is no error although the broker is away, and an error stays what it was.",
+        edits=(
+            Edit(
+                "keyshard/dead_letters/store.py",
+                "except BrokerError as exc:  # noqa: PERF203",
+                "except ZeroDivisionError as exc:  # noqa: PERF203",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_parking", "test_an_outage_at_the_end_is_no_error_and_hides_none"),
+        ),
+    ),
 )

@@ -9,8 +9,10 @@ import pytest
 from keyshard import Message, Reject
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as Stored
+from keyshard.broker.memory.producer import MemoryProducer
 from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.dead_letters.subscription import DeadLetterSubscription
 from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerUnavailableError, HandlerFailedError, TopicNotFoundError
 from tests.helpers import wait_until
@@ -241,3 +243,26 @@ def test_a_message_whose_dead_letter_ends_the_source_runs_once(
     assert isinstance(run.error, TopicNotFoundError)
     assert all(tried == [0] for tried in parking.tried.values())
     assert parking.backlog() == 20
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_outage_at_the_end_is_no_error_and_hides_none(
+    parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    closed: list[str] = []
+
+    def close(this: MemoryProducer | DeadLetterSubscription) -> None:
+        closed.append(type(this).__name__)
+        raise BrokerUnavailableError("The broker did not answer in time.")
+
+    monkeypatch.setattr(MemoryProducer, "close", close)
+    monkeypatch.setattr(DeadLetterSubscription, "close", close)
+    parking.rejected, parking.broken = {b"0"}, {"a"}
+    parking.publish("a")
+    with parking.run(on_failure="stop") as run:
+        wait_until(lambda: len(parking.dead_letters()) == 1 and parking.backlog() == 0)
+        if fails:
+            parking.publish("a")
+            wait_until(lambda: run.error is not None)
+    assert type(run.error) is (HandlerFailedError if fails else type(None))
+    assert closed[:2] == ["MemoryProducer", "DeadLetterSubscription"]
