@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def search(
 
     Raises:
         ReplayTimeoutError: The Reader returned nothing in time.
-        UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
+        UnreadableEntryError: An entry of a gap cannot be read, and its kind is not skipped.
     """
     end_s = time.monotonic() + READ_S
     deadline = time.monotonic() + READER_TIMEOUT_S
@@ -179,9 +180,10 @@ def search(
                     "Check the load of the broker.",
                 )
             blocks = retry_until(scan.read, left_s)
-            for error in unreadable.values():
-                if not isinstance(error, skipped):
+            for entry_id, error in unreadable.items():
+                if _is_in(gaps, entry_id) and not isinstance(error, skipped):
                     raise error
+            unreadable.clear()
             if blocks:
                 deadline = time.monotonic() + READER_TIMEOUT_S
             for block in blocks:
@@ -195,6 +197,12 @@ def search(
         if scan.done:
             passed, not_due = len(gaps), not_due + of_this_gap
     return Found(None, not_due, passed)
+
+
+def _is_in(gaps: Sequence[Gap], entry_id: EntryId) -> bool:
+    """Return whether an entry lies in one of some gaps, ascending, and not between them."""
+    before = bisect_right(gaps, entry_id, key=lambda gap: gap.start)
+    return before > 0 and entry_id < gaps[before - 1].end
 
 
 def _is_delayed(block: EntryBlock) -> bool:

@@ -333,6 +333,23 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="end a bounded run at an unreadable entry between the gaps that it reads",
+        promise="An entry that was skipped is resolved, whatever on_corrupt says later.",
+        edits=(
+            Edit(
+                "keyshard/reading/gap_reader.py",
+                "                if _is_in(gaps, entry_id) and not",
+                "                if not",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_available_now",
+                "test_a_skipped_entry_between_gaps_does_not_end_a_later_run",
+            ),
+        ),
+    ),
+    Mutant(
         name="gather evidence once",
         promise="The floor rises, although a lost connection dropped evidence.",
         edits=(

@@ -334,6 +334,28 @@ def test_a_message_that_is_not_due_is_left_for_a_later_run(with_admin: bool) -> 
 
 
 @pytest.mark.parametrize("with_admin", [True, False])
+def test_a_skipped_entry_between_gaps_does_not_end_a_later_run(with_admin: bool) -> None:
+    """1. A run skips a corrupt entry between two messages that are not due. 2. ``on_corrupt`` is
+    ``fail`` again, and another run looks for the two messages.
+    """
+    topic = DelayingTopic()
+    admin = admin_of(topic, with_admin)
+    topic.publish_delayed()
+    ((_, corrupt),) = topic.cluster.publish(topic.where[0], Message(b"?", key=KEYS[0]))
+    topic.cluster.corrupt(topic.where[0], corrupt)
+    topic.publish_delayed()
+    topic.publish(20)
+    with bounded(topic, topic.source(on_corrupt="skip"), admin=admin) as coordinator:
+        assert len(run(coordinator)) == 20
+        assert coordinator.status()["corruptSkipped"] == 1
+        end = coordinator.newest
+    values = topic.publish(20)
+    with bounded(topic, checkpoint=end, admin=admin) as coordinator:
+        assert sorted(run(coordinator)) == sorted(values)
+        assert coordinator.status()["entriesNotDue"] == 2
+
+
+@pytest.mark.parametrize("with_admin", [True, False])
 def test_the_rows_of_a_run_do_not_wait_for_more(with_admin: bool) -> None:
     """1. A topic has fewer rows than batch_rows_min. 2. A bounded run reads it.
 
