@@ -333,8 +333,8 @@ def _while_stored(
 ) -> Iterator[list[EntryBlock]]:
     """Read as :func:`_entries`, and continue after a ledger that is deleted during the read.
 
-    Only reads without the broker need this, and those of segments: a segment is deleted while the
-    topic stays. Other Readers of the broker continue by themselves.
+    Only reads without the broker need this, and those of a topic or segment that is deleted. Other
+    Readers of the broker continue by themselves.
     """
     while split.spans:
         last = EntryId(-1, -1)
@@ -343,9 +343,7 @@ def _while_stored(
                 last = blocks[-1].id
                 yield blocks
             return
-        except (BookieReadError, TopicNotFoundError) as exc:
-            if isinstance(exc, TopicNotFoundError) and not is_segment(split.topic_partition):
-                raise
+        except (BookieReadError, TopicNotFoundError):
             stored = _check_stored(
                 broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss
             )

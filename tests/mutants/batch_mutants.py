@@ -350,6 +350,23 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="take a topic that is deleted during a bounded read for a wrong name",
+        promise="Entries that were removed after the plan are a named loss, or left out.",
+        edits=(
+            Edit(
+                "keyshard/reading/split_reader.py",
+                "        except (BookieReadError, TopicNotFoundError):\n",
+                "        except BookieReadError:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_source_read",
+                "test_a_topic_that_is_deleted_before_a_reader_opens_is_named_or_left_out",
+            ),
+        ),
+    ),
+    Mutant(
         name="gather evidence once",
         promise="The floor rises, although a lost connection dropped evidence.",
         edits=(

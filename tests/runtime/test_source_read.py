@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from keyshard import KeyShardSource, Segments, SourceRead
-from keyshard.broker.memory import Batching, Message
+from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position import zones
 from keyshard.errors import (
@@ -310,6 +310,25 @@ def test_a_topic_that_is_deleted_before_or_during_the_read_is_a_named_loss(
         with pytest.raises(DataLossTrimmedError, match="no longer stored"):
             list(read)
     assert list(lenient) == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_topic_that_is_deleted_before_a_reader_opens_is_named_or_left_out(
+    strict: bool, topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker no longer knows the topic, after the read has seen its ledgers."""
+    read, reader = topic.bounded(fail_on_data_loss=strict).read(), MemoryBroker.reader
+
+    def deletes(self: MemoryBroker, *of: Any) -> Any:
+        topic.cluster.delete_topic(topic.topic)
+        return reader(self, *of)
+
+    monkeypatch.setattr(MemoryBroker, "reader", deletes)
+    if strict:
+        with pytest.raises(DataLossTrimmedError, match="no longer stored"):
+            list(read)
+    else:
+        assert list(read) == []
 
 
 def test_an_entry_that_cannot_be_read_ends_the_iteration_and_closes_it(topic: Topic) -> None:
