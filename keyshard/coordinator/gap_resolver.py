@@ -28,7 +28,7 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.window.partition_window import PartitionWindow
-from keyshard.errors import KeyShardError, UnreadableEntryError
+from keyshard.errors import KeyShardError
 from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
 from keyshard.threads import begin
 
@@ -252,7 +252,7 @@ class GapResolver:
         deadline = time.monotonic() + evidence.read_s
         found = inspect_ack_gaps(
             self._broker, topic_partition, unknown, deadline, existing_max=EXISTING_MAX,
-            skipped=self._config.skipped, parked=(UnreadableEntryError,),
+            skipped=self._config.skipped,
         )  # fmt: skip
         placed = [(entry_id, slots) for entry_id, slots in found.existing.items() if slots]
         evidence.existing.update(placed[: max(0, EXISTING_MAX - len(evidence.existing))])

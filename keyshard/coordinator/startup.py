@@ -272,7 +272,7 @@ def audit(
         # The broker itself acknowledges transaction markers; a Reader does not return them.
         found = inspect_ack_gaps(
             broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX,
-            skipped=config.skipped, parked=config.parked,
+            skipped=config.skipped,
         )  # fmt: skip
         if not found.complete and not found.existing:
             raise _unread(topic_partition)

@@ -47,9 +47,10 @@ def inspect_ack_gaps(
     *,
     existing_max: int = 10**9,
     skipped: tuple[type[UnreadableEntryError], ...] = (),
-    parked: tuple[type[UnreadableEntryError], ...] = (),
 ) -> GapReport:
     """Read ack gaps until a deadline, or until enough existing entries are found.
+
+    Unreadable entries of kinds that the source does not skip exist, with unknown slots.
 
     Args:
         broker: Connection for Readers.
@@ -58,10 +59,8 @@ def inspect_ack_gaps(
         deadline: Monotonic time at which to end.
         existing_max: Number of existing entries at which to end.
         skipped: Kinds of unreadable entries that the source skips.
-        parked: Kinds whose stored bytes the source takes. These entries exist, with unknown slots.
 
     Raises:
-        UnreadableEntryError: An ack gap contains an unreadable entry of another kind.
         BrokerError: The broker cannot be reached before the deadline, or refused.
     """
     found, passed_over = GapReport(), list[EntryId]()
@@ -79,10 +78,8 @@ def inspect_ack_gaps(
                 for entry_id, error in unreadable.items():
                     if entry_id in stretch and isinstance(error, skipped):
                         passed_over.append(entry_id)
-                    elif entry_id in stretch and isinstance(error, parked):
-                        found.existing[entry_id] = ()
                     elif entry_id in stretch:
-                        raise error
+                        found.existing[entry_id] = ()
                     position = _passed(found, position, entry_id)
                 unreadable.clear()
                 if not blocks and scan.position.ledger > position.ledger:

@@ -367,6 +367,23 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="take an unreadable entry of a gap for one that is not stored",
+        promise="No loss without a word: what others acknowledged is named, readable or not.",
+        edits=(
+            Edit(
+                "keyshard/reading/gap_reader.py",
+                "                    elif entry_id in stretch:\n",
+                "                    elif False:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_corrupt",
+                "test_a_corrupt_entry_that_another_client_acknowledged_is_a_counted_loss",
+            ),
+        ),
+    ),
+    Mutant(
         name="gather evidence once",
         promise="The floor rises, although a lost connection dropped evidence.",
         edits=(

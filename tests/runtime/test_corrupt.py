@@ -22,7 +22,12 @@ from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letters.writer import DeadLetterWriter
-from keyshard.errors import BrokerError, ConfigError, CorruptEntryError
+from keyshard.errors import (
+    BrokerError,
+    ConfigError,
+    CorruptEntryError,
+    DataLossAckedElsewhereError,
+)
 from tests.helpers import commit, keys_of, present, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import SUBSCRIPTION, NumberedTopic
@@ -80,6 +85,32 @@ def test_a_corrupt_entry_ends_the_source_by_default_and_is_not_acknowledged() ->
         with pytest.raises(CorruptEntryError, match=r"(?s)Entry \d+:3 .*set on_corrupt to skip"):
             wait_until(ended)
         assert topic.backlog() == 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_corrupt_entry_that_another_client_acknowledged_is_a_counted_loss(strict: bool) -> None:
+    """1. A source ends at a corrupt entry. 2. An operator skips the entry at the broker."""
+    topic = CorruptTopic()
+    admin = MemoryAdmin(topic.cluster)
+    topic.publish(4)
+    source = topic.source(on_corrupt="fail", fail_on_data_loss=strict)
+    with running(topic.cluster, source, admin=admin) as coordinator:
+        received(coordinator, 4)
+        end = commit(coordinator)
+    topic.publish(1)
+    topic.corrupt(4)
+    topic.cluster.acknowledge(topic.at, SUBSCRIPTION, [topic.ids[4]])
+    topic.publish(4)
+    if strict:
+        with (
+            pytest.raises(DataLossAckedElsewhereError, match="1 entries of"),
+            running(topic.cluster, source, end, admin=admin),
+        ):
+            pass
+        return
+    with running(topic.cluster, source, end, admin=admin) as coordinator:
+        assert coordinator.status()["entriesLost"] == 1
+        received(coordinator, 4)
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
