@@ -197,11 +197,8 @@ class AvailableNow:
                 continue
             self._check_deadline(began, now, missing)
             if now - arrived_s >= PROBE_AFTER_S and now >= probe_s:
-                if not all(
-                    range_consumer.consumer.is_connected()
-                    for range_consumer in self._range_consumers
-                ):
-                    arrived_s = now
+                if away := self._away():
+                    arrived_s, missing = now, away
                     continue
                 missing = self._probe(now - arrived_s)
                 if not missing:
@@ -302,6 +299,15 @@ class AvailableNow:
         return ""
 
     # -- Missing entries and acknowledgements -----------------------------------------------------
+
+    def _away(self) -> str:
+        """Name the first consumer without a connection, and the reason; ``""`` if there is none."""
+        for one in self._range_consumers:
+            if not one.consumer.is_connected():
+                why = one.problem().rstrip(".")
+                name = f"a consumer of {one.owned_range.topic_partition} is not connected"
+                return f"{name}: {why}" if why else name
+        return ""
 
     def _probe(self, quiet_s: float) -> str:
         """Ask the broker for missing entries; return the first thing to wait for, or ``""``."""

@@ -384,6 +384,20 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="name an old cause where a bounded run ends because its consumers are away",
+        promise="The error of a bounded run says what it waits for.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/available_now.py",
+                "                    arrived_s, missing = now, away\n",
+                "                    arrived_s = now\n",
+            ),
+        ),
+        killers=(
+            killer("runtime/test_available_now", "test_a_run_whose_consumers_are_away_names_them"),
+        ),
+    ),
+    Mutant(
         name="gather evidence once",
         promise="The floor rises, although a lost connection dropped evidence.",
         edits=(

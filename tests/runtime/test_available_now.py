@@ -469,3 +469,22 @@ def test_an_undelivered_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator.batches.cut_available()
     assert str(caught.value).startswith("[KEYSHARD_AVAILABLE_NOW_TIMEOUT]")
     assert f"of {topic.where[0]}" in str(caught.value.facts["missing"])
+
+
+def test_a_run_whose_consumers_are_away_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic was deleted, or the broker does not come back: there was nothing to ask."""
+    topic = BoundedTopic()
+    topic.publish(1)
+    broker = MemoryBroker(topic.cluster)
+    monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
+    monkeypatch.setattr(MemoryConsumer, "problem", lambda _: "The topic does not exist.")
+    source = topic.source(available_now_timeout_ms=1_000)
+    coordinator = Coordinator(source, lambda: broker, None)
+    coordinator.start(None, available_now=True)
+    broker.drop([topic.where[1]])
+    away = f"consumer of {topic.where[1]} is not connected: The topic does not exist. Committed"
+    try:
+        with pytest.raises(AvailableNowTimeoutError, match=away):
+            coordinator.batches.cut_available()
+    finally:
+        coordinator.stop()
