@@ -234,8 +234,9 @@ def _stored(
         return
     entries = {span.ledger: span for span in split.spans}
     edges = split.first, split.last
+    lost: set[int] = set()
     blocks = _while_stored(
-        broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss
+        broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss, lost=lost
     )
     for block in chain.from_iterable(blocks):
         ledger, entry = block.id
@@ -251,9 +252,10 @@ def _stored(
                 yield kept
     if zones is not None:
         zones.finish()
-    if any(seen[ledger] < span.entries for ledger, span in entries.items()):
+    rest = split.only(span for span in split.spans if span.ledger not in lost)
+    if any(seen[span.ledger] < span.entries for span in rest.spans):
         # Readers do not return markers and aborted messages, which are stored.
-        _check_stored(broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+        _check_stored(broker, admin, rest, timeout_s, fail_on_data_loss=fail_on_data_loss)
 
 
 def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
@@ -330,11 +332,12 @@ def _while_stored(
     timeout_s: float,
     *,
     fail_on_data_loss: bool,
+    lost: set[int],
 ) -> Iterator[list[EntryBlock]]:
     """Read as :func:`_entries`, and continue after a ledger that is deleted during the read.
 
     Only reads without the broker need this, and those of a topic or segment that is deleted. Other
-    Readers of the broker continue by themselves.
+    Readers of the broker continue by themselves. Deleted ledgers are added to ``lost``.
     """
     while split.spans:
         last = EntryId(-1, -1)
@@ -350,6 +353,7 @@ def _while_stored(
             left = [span for span in split.spans if span.ledger in stored]
             if len(left) == len(split.spans):
                 raise
+            lost.update(span.ledger for span in split.spans if span.ledger not in stored)
             split = split.only(
                 span.part(max(0, last.entry + 1 - span.first), span.entries)
                 if span.ledger == last.ledger

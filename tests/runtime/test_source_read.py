@@ -314,7 +314,7 @@ def test_a_topic_that_is_deleted_before_or_during_the_read_is_a_named_loss(
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_topic_that_is_deleted_before_a_reader_opens_is_named_or_left_out(
-    strict: bool, topic: Topic, monkeypatch: pytest.MonkeyPatch
+    strict: bool, topic: Topic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The broker no longer knows the topic, after the read has seen its ledgers."""
     read, reader = topic.bounded(fail_on_data_loss=strict).read(), MemoryBroker.reader
@@ -329,6 +329,8 @@ def test_a_topic_that_is_deleted_before_a_reader_opens_is_named_or_left_out(
             list(read)
     else:
         assert list(read) == []
+        warnings = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+        assert sum(str(topic.where[0]) in one for one in warnings) == 1, "it is counted once"
 
 
 def test_an_entry_that_cannot_be_read_ends_the_iteration_and_closes_it(topic: Topic) -> None:
