@@ -386,7 +386,8 @@ REFERENCES = (
     Reference(
         errors.WindowFullError,
         "The program takes batches from `source.batches()` without `ack()`.",
-        "Call `ack()` on each batch, or raise `window_rows_max`.",
+        "Call `ack()` on each batch. To hold more of them, raise `window_bytes_max`, "
+        "`window_rows_max` and the broker's limits on unacknowledged messages.",
     ),
     Reference(
         errors.NotRunningError,

@@ -203,7 +203,8 @@ class BatchRun(EntryRun):
                 raise WindowFullError(
                     "The window has been full of unacknowledged batches for "
                     f"{self._full_timeout_s:.0f} s, so nothing can be received.",
-                    "Call ack() on each batch, or raise window_rows_max.",
+                    "Call ack() on each batch. To hold more of them, raise window_bytes_max, "
+                    "window_rows_max and the broker's limits on unacknowledged messages.",
                 )
         return None
 

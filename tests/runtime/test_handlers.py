@@ -318,9 +318,12 @@ def test_batches_return_rows_and_unacknowledged_ones_come_again(
 def test_a_window_full_of_unacknowledged_batches_is_named(orders: HandledTopic) -> None:
     orders.publish(keys=10, per_key=40)
     source = orders.source(window_rows_max=100, operation_timeout_ms=1_000)
-    with pytest.raises(WindowFullError, match="ack"):
+    with pytest.raises(WindowFullError, match="ack") as full:
         for _ in source.batches(max_rows=20, max_wait_s=0.05):
             pass
+    # By default, the limits in bytes and those of the broker are reached before that of rows.
+    for limit in ("window_bytes_max", "window_rows_max", "unacknowledged messages"):
+        assert limit in full.value.remedy
 
 
 @pytest.mark.parametrize(
