@@ -39,11 +39,11 @@ REFERENCES = (
     ),
     Reference(
         errors.UnfitHandlerError,
-        "The handler is a generator function, cannot be pickled or imported, or failed to start. "
-        "Or it needs data that the source does not provide. Or the body of an `async for` lost a "
-        "message without `done()`.",
-        "Define the handler at the top level of a module that workers can import. Return a "
-        "value instead of a generator. In an `async for`, await `done()` or `failed()` of each "
+        "The handler cannot be pickled or imported, or failed to start. Or it yields, or returns "
+        "messages to publish, without a sink. Or it needs data that the source does not provide. "
+        "Or the body of an `async for` lost a message without `done()`.",
+        "Define the handler at the top level of a module that workers can import. Give the run a "
+        "sink, or remove the `yield`. In an `async for`, await `done()` or `failed()` of each "
         "message.",
     ),
     Reference(

@@ -209,7 +209,8 @@ def _raise_exception(result: Any) -> None:
 def _makes_generators(handle: object) -> UnfitHandlerError:
     return UnfitHandlerError(
         f"The handler {text_of(handle)} returns a generator, whose code never runs.",
-        "Remove the yield, or consume the generator in the handler.",
+        "Remove the yield, or consume the generator in the handler. To publish what it yields, "
+        "give a sink, such as source.run(handle, sink=KeyShardSink(...)).",
     )
 
 

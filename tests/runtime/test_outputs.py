@@ -208,7 +208,7 @@ def test_an_output_without_a_sink_ends_the_run_by_name(copied: Copied, result: o
 
 def test_a_generator_without_a_sink_is_refused(copied: Copied) -> None:
     for handle in (one_by_one, yielded):
-        with pytest.raises(UnfitHandlerError):
+        with pytest.raises(UnfitHandlerError, match="sink="):
             copied.source().run(handle)
     with pytest.raises(ConfigError, match="sink"):
         copied.source().run(as_list, sink="copies")  # type: ignore[arg-type]
