@@ -157,7 +157,7 @@ ALERTS: tuple[Alert, ...] = (
         f"increase({known('keyshard_entries_lost_total')}[5m]) > 0 or "
         f"({known('keyshard_entries_lost_total')} > 0 "
         f"unless {known('keyshard_entries_lost_total')} offset 5m)",
-        "0m", "critical", f"Somebody else acknowledged entries {_OF}.",
+        "0m", "critical", f"Entries {_OF} are lost: acknowledged elsewhere, or no longer stored.",
     ),
     Alert(
         "KeyshardUnreadable",

@@ -307,7 +307,8 @@ METRICS: tuple[Metric, ...] = (
            "Time for which a topic partition has had no room in the checkpoint; 0 with room.",
            _one("window", "withoutRoomMillis")),
     Metric("keyshard_entries_lost_total", _COUNTER, "entries", (),
-           "Entries that somebody else acknowledged; with fail_on_data_loss, the source ends. "
+           "Entries that somebody else acknowledged, or that are no longer stored; with "
+           "fail_on_data_loss, the source ends. "
            "Without admin_url, only entries that a planned batch lost; missing if there are none.",
            _one("window", "entriesLost")),
     Metric("keyshard_parked_keys", _GAUGE, "keys", (),

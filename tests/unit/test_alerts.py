@@ -192,7 +192,7 @@ def test_an_alert_fires_on_the_metrics_of_a_status(
         ("KeyshardObserverErrors", counted("observerErrors", 1),
          "Observers of subscription s raise."),
         ("KeyshardEntriesLost", status(window=progress() | {"entriesLost": 2}),
-         "Somebody else acknowledged entries of subscription s."),
+         "Entries of subscription s are lost: acknowledged elsewhere, or no longer stored."),
         ("KeyshardUnreadable", status(window=progress() | {"corruptSkipped": 1}),
          "Entries of subscription s cannot be read, and are acknowledged without a row."),
     ],
