@@ -169,9 +169,9 @@ class Connection:
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
     """Time limit of establishing a connection, milliseconds."""
     transport: Transport = field(default=AUTO, kw_only=True)
-    """Transport that consumes and reads. ``wire`` implements Pulsar's protocol and takes whole
-    entries. ``client`` is pulsar-client. ``auto`` is ``wire``. Dead letters and
-    loads are always produced through pulsar-client; sinks need ``wire``."""
+    """Transport that consumes and reads, and publishes dead letters. ``wire`` implements Pulsar's
+    protocol and takes whole entries. ``client`` is pulsar-client. ``auto`` is ``wire``. Sinks need
+    ``wire``; ``keyshard produce`` always publishes through pulsar-client."""
 
     def __repr__(self) -> str:
         return short_repr(self, always=("service_url",))
