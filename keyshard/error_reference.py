@@ -101,14 +101,14 @@ REFERENCES = (
         "The name is wrong, the topic was not created yet, or the broker deleted an inactive "
         "partition.",
         "Create the topic, or correct its name. To create missing partitions, use `pulsar-admin "
-        "topics create-missed-partitions`.",
+        "topics create-missed-partitions TOPIC`.",
     ),
     Reference(
         errors.SubscriptionNotFoundError,
         "Auto-creation of subscriptions is off (`allowAutoSubscriptionCreation`, of the broker or "
         "of the namespace).",
         "Run the commands of the message, or admit auto-creation: `pulsar-admin namespaces "
-        "set-auto-subscription-creation --enable`.",
+        "set-auto-subscription-creation NAMESPACE --enable`.",
     ),
     Reference(
         errors.TopicMigratedError,
