@@ -223,8 +223,8 @@ REFERENCES = (
     ),
     Reference(
         errors.CheckpointMismatchError,
-        "The option `subscription` or the cluster was changed, but the checkpoint was kept.",
-        "Restore the option, or start with a new checkpoint.",
+        "The option `subscription`, the cluster or the sink was changed, and the checkpoint kept.",
+        "Restore it, or start with a new checkpoint. That loses outputs that are not published.",
     ),
     Reference(
         errors.MisroutedError,

@@ -267,7 +267,7 @@ class CheckpointInUseError(KeyShardError):
 
 
 class CheckpointMismatchError(KeyShardError):
-    """A checkpoint belongs to another subscription or cluster."""
+    """A checkpoint belongs to another subscription, cluster or sink."""
 
     code = "KEYSHARD_CHECKPOINT_MISMATCH"
 
