@@ -226,9 +226,9 @@ OPTIONS = (
     Option(
         "operationTimeoutMillis",
         "operation_timeout_ms",
-        "Longest time of a request to the broker, and of connecting when a query continues from "
-        "its checkpoint; whole seconds. A first start gives up within 5 s.",
+        "Longest time of a request, and of connecting at a restart. A first start gives up in 5 s.",
     ),
+    Option("replayTimeoutMillis", "replay_timeout_ms", "Longest time to replay a planned batch."),
     Option(
         "availableNowTimeoutMillis",
         "available_now_timeout_ms",

@@ -49,6 +49,7 @@ EVERYTHING = {
     "maxCheckpointBytes": "10000",
     "failOnDataLoss": "false",
     "operationTimeoutMillis": "5678",
+    "replayTimeoutMillis": "6789",
     "availableNowTimeoutMillis": "90123",
     "partitionDiscoveryIntervalMillis": "2345",
 }
@@ -107,6 +108,7 @@ def test_every_option_reaches_its_field() -> None:
         checkpoint_bytes_max=10_000,
         fail_on_data_loss=False,
         operation_timeout_ms=5_678,
+        replay_timeout_ms=6_789,
         available_now_timeout_ms=90_123,
         discovery_interval_ms=2_345,
     )

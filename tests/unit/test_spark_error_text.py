@@ -10,7 +10,12 @@ import pytest
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StringType, StructField, StructType
 
-from keyshard.errors import BrokerUnavailableError, ConfigError, KeyShardError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    ConfigError,
+    KeyShardError,
+    ReplayTimeoutError,
+)
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.pulsar.source import PulsarDataSource
@@ -72,3 +77,9 @@ def test_causes_and_inner_frames_are_left_out_and_other_errors_are_not() -> None
     assert "admin.url does not" in output(as_spark_error(), unavailable)
     assert "fails" not in output(as_spark_error(), unavailable)
     assert output(as_spark_error(), ValueError("x")).count("fails(depth - 1") > 1
+
+
+def test_the_remedy_for_a_slow_replay_names_an_option_of_spark() -> None:
+    """There was none, so a query whose replay took too long could not be started again."""
+    with pytest.raises(ReplayTimeoutError, match="raise replayTimeoutMillis"), as_spark_error():
+        raise ReplayTimeoutError("Too long.", "Check the broker, or raise replay_timeout_ms.")
