@@ -26,7 +26,6 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.outputs import check_owner
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
-from keyshard.redaction import shown
 from keyshard.source_dead_letters import SourceDeadLetters
 from keyshard.source_read import SourceReads
 from keyshard.source_stream import SourceStream
@@ -52,12 +51,6 @@ if TYPE_CHECKING:
 def _handling(options: HandlerOptions) -> HandlerConfig:
     check_names("run()", options, {field.name for field in fields(HandlerConfig)})
     return HandlerConfig(**options)
-
-
-def _checked(observers: Sequence[Observer]) -> Sequence[Observer]:
-    if not isinstance(observers, Sequence):
-        raise ConfigError(f"observers is {shown(observers)}.", "Write a list of observers.")
-    return observers
 
 
 READY_S = 60.0
@@ -116,7 +109,8 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
                 :class:`keyshard.RetryLater` or :class:`keyshard.Reject`. After any other exception,
                 the retry policy decides. A returned exception counts as raised. With a sink, it
                 may return a :class:`keyshard.Produce` or a list of them, or yield them.
-            observers: Observers that are called for every attempt.
+            observers: Objects that are called for every attempt: ``started(message)``, then
+                ``completed(message, seconds)`` or ``failed(message, seconds, error)``.
             sink: A :class:`keyshard.KeyShardSink` that publishes what ``handle`` produces, before
                 the message is acknowledged. The run makes a connection of its own.
             **options: Fields of :class:`keyshard.HandlerConfig`.
@@ -227,9 +221,10 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
             ConfigError: An option is wrong, or no subscription is named.
         """
         from keyshard.handlers.background import in_background  # noqa: PLC0415
+        from keyshard.handlers.outcomes import checked_observers  # noqa: PLC0415
         from keyshard.handlers.taken_messages import TakenIterator, TakenRun  # noqa: PLC0415
 
-        handling, observing = _handling(options), _checked(observers)
+        handling, observing = _handling(options), checked_observers(observers)
         if handling.executor != "auto":
             raise ConfigError(
                 f"executor is {handling.executor!r}, but the body of an async for is the handler.",
@@ -265,9 +260,10 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
         options: HandlerOptions,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> HandlerRun:
+        from keyshard.handlers.outcomes import checked_observers  # noqa: PLC0415
         from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
 
-        observing, handling = _checked(observers), _handling(options)
+        observing, handling = checked_observers(observers), _handling(options)
         check_sink_of("run", sink, handling.checkpoint)
         return HandlerRun(
             self.coordinator(), self, handling, handle, observing, sink=sink, loop=loop

@@ -12,7 +12,9 @@ from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, ti
 from keyshard.core.lanes.key_queue import Work
 from keyshard.core.lanes.lane_status import Note
 from keyshard.core.message import Message, Place, place_of
+from keyshard.errors import ConfigError
 from keyshard.handlers.handler_call import Handle
+from keyshard.redaction import shown
 
 NOTES_MAX = 10_000
 """Maximum number of notes. If more messages have one, the oldest notes are forgotten."""
@@ -67,6 +69,23 @@ class Observer(Protocol):
 
     def failed(self, message: Message, seconds: float, error: BaseException) -> None:
         """The handler raised ``error`` after ``seconds``."""
+
+
+def checked_observers(given: object) -> Sequence[Observer]:
+    """Return the argument ``observers`` of a run.
+
+    Raises:
+        ConfigError: It is no list, or one of them lacks a method, such as a function.
+    """
+    methods = ("started", "completed", "failed")
+    if not isinstance(given, Sequence) or not all(
+        hasattr(one, name) for one in given for name in methods
+    ):
+        raise ConfigError(
+            f"observers is {shown(given)}.",
+            "Write a list of objects with the methods started, completed and failed.",
+        )
+    return given
 
 
 class Observers:

@@ -26,6 +26,23 @@ OF_HANDLERS = (
         ),
     ),
     Mutant(
+        name="take a function for an observer",
+        promise="A wrong argument is refused before anything starts.",
+        edits=(
+            Edit(
+                "keyshard/handlers/outcomes.py",
+                "        hasattr(one, name) for one in given for name in methods\n",
+                "        one for one in given for _ in methods\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_hostile_options",
+                "test_calls_of_a_source_refuse_unexpected_values",
+            ),
+        ),
+    ),
+    Mutant(
         name="complete a parked message before its dead letter is confirmed",
         promise="No loss: what no handler got done is acknowledged when its dead letter is stored.",
         edits=(

@@ -116,6 +116,9 @@ def test_calls_of_a_source_refuse_unexpected_values() -> None:
             source.batches(max_wait_s=wait_s)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="observers is 5"):
         source.run(print, observers=5)  # type: ignore[arg-type]
+    for call in (partial(source.run, print), source.messages):
+        with pytest.raises(ConfigError, match="objects with the methods started"):
+            call(observers=[print])  # type: ignore[operator]
     with pytest.raises(NotRunningError):
         source.rescale(8)
 
