@@ -250,6 +250,7 @@ def test_only_an_answer_of_pulsar_counts_as_not_found(answers: Callable[[Answer]
     ("status", "said"),
     [
         *((status, "starting") for status in (500, 502, 503, 504)),
+        *((status, "Too Many Requests") for status in (408, 429)),
         (412, "Can't find owner for topic persistent://public/default/t"),
         (412, "Failed to find ownership for topic:persistent://public/default/t"),
     ],
@@ -595,6 +596,7 @@ TRACE = (
         ((500, TRACE), (404, "none"), TopicNotFoundError, "topic://a/b/c does not exist"),
         ((404, "none"), (200, ""), TopicNotFoundError, "topic://a/b/c does not exist"),
         ((500, TRACE), (200, ""), BrokerUnavailableError, "at https://a:8443: the lock is lost."),
+        ((429, "slower"), (200, ""), BrokerUnavailableError, "at https://a:8443: slower."),
         ((409, "busy"), (200, ""), AdminError, "at https://a:8443: busy."),
         ((404, None), (404, None), AdminError, "which does not know scalable topics"),
         ((403, "it may not"), (200, ""), AuthorizationError, "it may not"),

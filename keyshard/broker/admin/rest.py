@@ -14,6 +14,7 @@ from keyshard.broker.admin.http import TIMEOUT_S, UNEXPECTED, AdminHttp
 from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.broker.admin.rest_format import (
     held_back,
+    may_pass,
     names_of,
     namespace_path,
     number_of,
@@ -61,8 +62,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 CREATE_S = 30.0
 """Longest time to create a topic with its partitions, or a subscription, seconds."""
-_NO_OWNER = "find owner"
-"""Part of a broker's error for a topic that is being moved or was just unloaded."""
 _OFF = "transactionCoordinatorEnabled"
 """Setting that a broker without transactions names in its error."""
 _RECOVERING = ("None", "Initializing", "Close")
@@ -91,8 +90,9 @@ class PulsarAdmin:
         connection: A connection with an ``admin_url``.
         first_s: Longest time without data for its first answer, seconds.
 
-    Every method raises BrokerUnavailableError (retriable) if there is no answer, or for status 500
-    and above, AdminError if the request is refused, and the errors of :meth:`AdminHttp.request`.
+    Every method raises BrokerUnavailableError (retriable) if there is no answer, or for a status
+    of :func:`may_pass`, AdminError if the request is refused, and the errors of
+    :meth:`AdminHttp.request`.
     Only Pulsar's own 404 means that something does not exist.
     """
 
@@ -238,7 +238,7 @@ class PulsarAdmin:
                 f"{failed} {self._http.where}, which does not know scalable topics.",
                 "Set admin_url to a broker of Pulsar 5.0 or newer.",
             )
-        error = BrokerUnavailableError if answer.is_server_error else AdminError
+        error = BrokerUnavailableError if may_pass(answer) else AdminError
         raise error(
             f"{failed} {self._http.where}: {said_by(answer)}.",
             "Check admin_url and the log of the broker. Without the registration, the broker may "
@@ -471,9 +471,7 @@ class PulsarAdmin:
         if limit := limit_in(said):
             topic = path.partition("/subscription")[0].replace("/", "://", 1)
             raise limit_refused(limit, f"Request {path} failed", topic, said.rstrip("."))
-        moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
-        later = response.is_server_error or moving
-        error = BrokerUnavailableError if later else AdminError
+        error = BrokerUnavailableError if may_pass(response) else AdminError
         raise self._failed(path, status, error)
 
     def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:

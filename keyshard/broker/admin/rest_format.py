@@ -25,6 +25,10 @@ from keyshard.redaction import shown
 
 _UNEXPECTED = re.compile(r"unexpected error occurred in the server ---\s+Message: (.*)")
 """Reason of an error that the broker did not expect. Its stack follows."""
+_NO_OWNER = "find owner"
+"""Part of a broker's error for a topic that is being moved or was just unloaded."""
+_BUSY = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
+"""Status of a request that came too slowly, or of one more than ``httpRequestsMaxPerSecond``."""
 _INTERNAL = "#pulsar.internal."
 """Prefix of properties that the broker sets, keeps by itself, and refuses in a request."""
 
@@ -135,6 +139,13 @@ def said_by(response: httpx.Response) -> str:
     page = response.headers.get("content-type", "").startswith("text/html")
     plain = "" if page or response.text.lstrip().startswith("<") else response.text[:200]
     return plain or response.reason_phrase
+
+
+def may_pass(response: httpx.Response) -> bool:
+    """Return whether a request that was refused may succeed later."""
+    status = response.status_code
+    moving = status == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said_by(response)
+    return response.is_server_error or status in _BUSY or moving
 
 
 def says_missing(response: httpx.Response) -> bool:
