@@ -274,13 +274,19 @@ def start_process(
     Raises:
         WorkerUnreachableError: It does not start.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", _START, json.dumps(sys.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        # Ctrl-C in a terminal must reach only the parent, which decides how its workers end.
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C in a terminal must reach only the parent, which decides how its workers end.
+            start_new_session=True,
+        )
+    except OSError as exc:
+        raise WorkerUnreachableError(
+            f"The system started no worker process: {exc.strerror or exc}.",
+            "Check the memory of this machine, and its limits of processes and open files.",
+        ) from exc
     to, out = process.stdin, process.stdout
     assert to is not None
     assert out is not None

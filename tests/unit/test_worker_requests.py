@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,6 +67,19 @@ def test_a_process_that_ends_at_its_start_is_explained(
     """The error said "ended with status None, or was not ready within 60 s"."""
     monkeypatch.setattr("keyshard.workers.worker._START", code)
     with pytest.raises(WorkerUnreachableError, match=re.escape(f"did not start: it {text}")):
+        start_process(("", ""))
+
+
+def test_a_machine_that_cannot_start_a_process_now_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue: the replacement of a worker that ran out of memory ended the source as a defect."""
+
+    def no_process(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(WorkerUnreachableError, match="no worker process: Cannot allocate memory"):
         start_process(("", ""))
 
 
