@@ -288,7 +288,7 @@ class Discovery:
         while self._owned.segments_waiting and (left_s := end_s - time.monotonic()) > 0:
             if self._reported.wait(min(ENDS_S, left_s)):
                 return True
-            with suppress(BrokerError):  # a round reports it
+            with suppress(KeyShardError):  # a round reports it
                 self._owned.look_at_ends(self._catalog.scalable.backlog)
         return self._reported.wait(max(0.0, end_s - time.monotonic()))
 

@@ -30,6 +30,7 @@ from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     ConfigError,
+    KeyShardError,
     TopicNotFoundError,
 )
 from keyshard.observe.doctor import Expected
@@ -512,8 +513,11 @@ def test_a_registration_that_another_client_deleted_is_made_again(topic: Scalabl
         received(coordinator, 8)
 
 
+@pytest.mark.parametrize(
+    "error", [BrokerError("The broker is away."), ConfigError("The proxy refuses: status 407.")]
+)
 def test_a_question_that_fails_while_segments_wait_ends_nothing(
-    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch, error: KeyShardError
 ) -> None:
     asked = [0]
     backlog = ScalableTopics.backlog
@@ -521,7 +525,7 @@ def test_a_question_that_fails_while_segments_wait_ends_nothing(
     def fails(self: ScalableTopics, segment: TopicPartition) -> int | None:
         asked[0] += 1
         if asked[0] < 4:
-            raise BrokerError("The broker is away.")
+            raise error
         return backlog(self, segment)
 
     monkeypatch.setattr(ScalableTopics, "backlog", fails)
