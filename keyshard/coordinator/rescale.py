@@ -298,7 +298,6 @@ class Rescaler:
         self._recorded.phase("check")
         check_consumer_limits(self._admin, consumers.consumed, count, timeout_s)
         budget = window_budget(self._config, self._admin, consumers.consumed, count)
-        consumers.queue_max = budget.queue_max
         stays = set(map(_place, consumers.owned_ranges(consumers.consumed, new)))
         leaving = {one for one in consumers.owned if _place(one) not in stays}
         moving = moved_ranges(consumers.assignment, new)
@@ -311,6 +310,7 @@ class Rescaler:
                 self._drain(began_s)
 
         def subscribe() -> None:
+            consumers.queue_max = budget.queue_max
             consumers.epoch += 1
             opened.extend(consumers.subscribe(self._missing(new)))
 
@@ -359,6 +359,7 @@ class Rescaler:
     def _restore(self) -> None:
         """Subscribe the missing hash ranges of the old assignment."""
         consumers = self._range_consumers
+        consumers.queue_max = self._consumers.shared.window.budget.queue_max
         consumers.epoch += 1
         consumers.serve(consumers.subscribe(self._missing(consumers.assignment)))
 

@@ -211,6 +211,28 @@ def test_ranges_that_another_client_holds_go_back_to_their_owners(
     rescaled.check()
 
 
+@pytest.mark.usefixtures("simulated")
+def test_client_queues_keep_their_size_if_no_range_moved(make_rescaled: MakeRescaled) -> None:
+    """Issue: later consumers had the queues of the assignment that never came."""
+    rescaled = make_rescaled(4, 0.2, subscribe_timeout_ms=200)
+    ranges = rescaled.coordinator.consumers.range_consumers
+    before = ranges.queue_max
+    rescaled.work.blocking = Blocking("k7", "3:4:0", 12.5)
+    with pytest.raises(DrainTimeoutError):
+        rescaled.rescaler.rescale(400)
+    assert ranges.queue_max == before
+    rescaled.work.blocking = None
+    rescaled.subscribes.raises = lambda spec, _: (
+        None if spec.hash_range in split_ring(4) else RangeConflictError("taken")
+    )
+    with pytest.raises(RescaleError, match="hold them again"):
+        rescaled.rescaler.rescale(400)
+    assert ranges.queue_max == before
+    assert {
+        one.queue.messages_max for one in rescaled.consumers[TopicPartition(rescaled.topic, 0)]
+    } == {before}
+
+
 def test_ranges_that_get_no_consumer_in_a_rescale_end_the_source(
     make_rescaled: MakeRescaled,
 ) -> None:
