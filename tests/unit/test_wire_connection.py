@@ -52,6 +52,8 @@ from tests.support.answering_broker import (
     DEADLINE_S,
     ERROR,
     FLOW,
+    METADATA,
+    METADATA_RESPONSE,
     PING,
     PONG,
     RESPONSE,
@@ -281,6 +283,26 @@ def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
     for one in before:
         one.join(DEADLINE_S)
         assert not one._thread.is_alive()
+
+
+def test_a_look_at_partitions_that_finds_expired_credentials_shows_new_ones_next(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy refuses so, and leaves the connection open."""
+    monkeypatch.setattr(connection_pool, "RETIRE_AGE_S", 0.0)
+
+    def answer(session: Session, _: int, fields: Fields) -> None:
+        expired = session is scripted.sessions[0]
+        refusal: Fields = {2: fields[2], 3: 1, 4: 3, 5: b"Token expired"}
+        session.reply(METADATA_RESPONSE, refusal if expired else {1: 2, 2: fields[2], 3: 0})
+
+    scripted.answers[METADATA] = answer
+    broker = brokers(scripted)
+    consumer = subscribed(broker)
+    with pytest.raises(AuthenticationError, match="Token expired"):
+        broker.partitions(TOPIC.topic)
+    assert len(broker.partitions(TOPIC.topic)) == 2
+    assert consumer.is_connected()
 
 
 @pytest.mark.parametrize("what", ["thread", "pipe"])

@@ -90,7 +90,7 @@ class ConnectionPool:
         end_s = time.monotonic() + timeout_s
         asked = api.PartitionedMetadata(topic=topic.encode(), create=create)
         service = self._service(end_s)
-        count = int(service.ask("partitioned_metadata", asked, _left(end_s)).partitions)
+        count = int(self._ask(service, "partitioned_metadata", asked, end_s).partitions)
         if count > PARTITIONS_MAX:
             raise BrokerUnavailableError(
                 f"The broker at {service.address} reports {count} partitions for {topic}, which "
@@ -110,7 +110,7 @@ class ConnectionPool:
         asked = api.GetSchema(topic=topic.encode())
         if version is not None:
             asked.version = version.to_bytes(8, "big")
-        found = self._service(end_s).ask("get_schema", asked, _left(end_s))
+        found = self._ask(self._service(end_s), "get_schema", asked, end_s)
         number, schema_info = found.schema.type, found.schema
         return TopicSchema(
             _SCHEMA_TYPES.get(number, f"number {number}"),
@@ -224,10 +224,8 @@ class ConnectionPool:
         if self._connection.listener_name is not None:
             question.listener_name = self._connection.listener_name.encode()
         try:
-            found = asked.ask("lookup", question, _left(end_s))
+            found = self._ask(asked, "lookup", question, end_s)
         except RefusedError as exc:
-            if exc.code == NOT_AUTHENTICATED:
-                self.retire(asked)
             if exc.code != _NOT_READY or not question.HasField("listener_name"):
                 raise
             raise BrokerUnavailableError(
@@ -237,6 +235,15 @@ class ConnectionPool:
         if found.response not in (_REDIRECT, _CONNECT):
             raise RefusedError(found.error, found.message)
         return found
+
+    def _ask(self, at: WireConnection, name: str, content: Any, end_s: float) -> Any:
+        """Ask a broker; if the credentials of the connection have expired, replace it."""
+        try:
+            return at.ask(name, content, _left(end_s))
+        except RefusedError as exc:
+            if exc.code == NOT_AUTHENTICATED:
+                self.retire(at)
+            raise
 
     def _target(self, found: Any, asked: WireConnection) -> Address:
         tls = self._connection.tls
