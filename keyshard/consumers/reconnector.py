@@ -157,6 +157,7 @@ class Reconnector:
             self._retrier.until_true(partial(self._replaced_all, long_away))
 
     def _long_away(self) -> list[RangeConsumer]:
+        """Return the consumers to replace, those that have waited longest for an attempt first."""
         now_s = time.monotonic()
         long: list[RangeConsumer] = []
         for where in self._range_consumers.consumed:
@@ -171,41 +172,36 @@ class Reconnector:
                     one.replace_at_s = now_s + random.uniform(*AWAY_S)
                 elif link is Link.DUE and one.reception.state is not ReceiveState.RESTING:
                     long.append(one)
-        return long
+        return sorted(long, key=lambda one: one.replace_at_s)
 
     def _replaced_all(self, long_away: Sequence[RangeConsumer]) -> Steps:
         """Try once to replace the consumers; the next check starts another attempt."""
         yield self
         try:
             self._replace(long_away)
-        except BrokerError as exc:
-            _log.debug("no consumer was replaced: %s", exc.summary)
-            now_s = time.monotonic()
-            ends = [one.refusals.failed(exc, now_s) for one in long_away if not one.lacking]
-            if any(ends):
-                self._fail(exc)
         finally:
             self._replacing = False
         return True
 
     def _replace(self, long_away: Sequence[RangeConsumer]) -> None:
-        """Replace disconnected consumers until an attempt fails.
-
-        Raises:
-            BrokerError: The broker does not answer either, or refuses.
-        """
+        """Replace disconnected consumers until an attempt fails."""
         if not long_away:
             return
-        self._broker.missing(())
-        replaced = 0
+        replaced, tried = 0, long_away
         try:
+            self._broker.missing(())
             for one in long_away:
                 if self._stopping.is_set() or not self._changing.acquire(blocking=False):
                     break
+                tried = (one,)
                 try:
                     replaced += self._replaced(one)
                 finally:
                     self._changing.release()
+        except BrokerError as exc:
+            _log.debug("no consumer was replaced: %s", exc.summary)
+            of = {one.owned_range.topic_partition for one in tried}
+            self._note([one for one in long_away if one.owned_range.topic_partition in of], exc)
         finally:
             if replaced:
                 _log.warning(
@@ -213,6 +209,13 @@ class Reconnector:
                     "disconnected for more than %.0f s",
                     replaced, len(long_away), AWAY_S[0],
                 )  # fmt: skip
+
+    def _note(self, failed: Sequence[RangeConsumer], error: BrokerError) -> None:
+        """Note why consumers were not replaced; a lasting refusal ends the source."""
+        now_s = time.monotonic()
+        ends = [one.refusals.failed(error, now_s) for one in failed if not one.lacking]
+        if any(ends):
+            self._fail(error)
 
     def _replaced(self, one: RangeConsumer) -> bool:
         """Subscribe a successor for one consumer, unless it is connected again."""

@@ -126,6 +126,29 @@ def test_an_attempt_that_fails_ends_nothing(make_source: MakeSource, error: Brok
     rescaled.check()
 
 
+def test_topic_partitions_that_cannot_be_subscribed_hold_up_no_other_and_name_no_other(
+    make_source: MakeSource,
+) -> None:
+    """1. All connections are lost. 2. Two of three topic partitions stay away."""
+    rescaled = make_source(8)
+    last = TopicPartition(rescaled.topic, 2)
+    rescaled.subscribes.raises = lambda spec, _: (
+        None
+        if spec.topic_partition == last
+        else BrokerUnavailableError(f"{spec.topic_partition} is away")
+    )
+    rescaled.broker.drop()
+    wait_until(lambda: all(one.consumer.is_connected() for one in rescaled.consumers[last]))
+    away = rescaled.consumers.keys() - {last}
+    wait_until(lambda: rescaled.coordinator.consumers.problems().keys() == away)
+    problems = rescaled.coordinator.consumers.problems()
+    assert [f"{where} is away" in problems[where] for where in sorted(away)] == [True, True]
+    rescaled.subscribes.raises = None
+    wait_until(lambda: all_connected(rescaled))
+    rescaled.publish_many(100)
+    rescaled.check()
+
+
 def test_while_the_broker_does_not_answer_nothing_is_tried(make_source: MakeSource) -> None:
     rescaled = make_source()
     missing = ScriptedCall(raises=BrokerUnavailableError("away"))
