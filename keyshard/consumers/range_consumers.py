@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from keyshard.base_error import AGAIN
 from keyshard.broker.admin.port import Admin
@@ -26,7 +27,7 @@ from keyshard.consumers.receiver import (
     close_quietly,
 )
 from keyshard.consumers.subscribe import THREADS_MAX, open_range_consumer, open_range_consumers
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_segments import SegmentOrder, receiving
@@ -38,6 +39,41 @@ DROP_TIMEOUT_S = 30.0
 """Longest wait for the receive threads to close consumers, seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+class _AbsentConsumer:
+    """The consumer of a range whose topic partition does not exist."""
+
+    def __init__(self, owned_range: OwnedRange) -> None:
+        self.topic_partition = owned_range.topic_partition
+        self.hash_range = owned_range.hash_range
+
+    def receive(self, timeout_ms: int) -> list[EntryBlock]:  # noqa: ARG002
+        return []
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Never call ``callback``: there are no messages."""
+
+    def acknowledge(self, entries: Sequence[EntryId]) -> None:  # noqa: ARG002
+        raise self._absent()
+
+    def last_entry(self) -> EntryId | None:
+        raise self._absent()
+
+    def is_connected(self) -> bool:
+        return False
+
+    def has_given_all(self) -> bool:
+        return False
+
+    def problem(self) -> str:
+        return ""
+
+    def close(self, *, for_another: bool = False) -> None:
+        """Do nothing: nothing is open."""
+
+    def _absent(self) -> BrokerUnavailableError:
+        return BrokerUnavailableError(f"{self.topic_partition} does not exist.", AGAIN)
 
 
 class RangeConsumers:
@@ -90,9 +126,19 @@ class RangeConsumers:
         return self.subscribe(self.owned_ranges(found, self.assignment), start)
 
     def subscribe(
-        self, owned_ranges: Sequence[OwnedRange], start: StartPosition = StartPosition.EARLIEST
+        self,
+        owned_ranges: Sequence[OwnedRange],
+        start: StartPosition = StartPosition.EARLIEST,
+        *,
+        absent_too: bool = False,
     ) -> list[RangeConsumer]:
         """Subscribe all of some owned ranges, or none; nothing is received yet.
+
+        Args:
+            owned_ranges: The owned ranges.
+            start: Where a new subscription begins.
+            absent_too: Whether a range of a topic partition that does not exist is owned, too. It
+                lacks a consumer until the topic partition is created again.
 
         Raises:
             SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
@@ -101,10 +147,22 @@ class RangeConsumers:
         kept = sum(map(len, self.by_partition.values()))
         share = self._config.window_bytes_max // (2 * max(1, kept + len(owned_ranges)))
         adapts = transport_of(self._config.how_to_connect()) == WIRE
-        return open_range_consumers(
+        make_queue = partial(ReceiverQueueSize, share, self.queue_max, adapts)
+        made = open_range_consumers(
             self._broker, self._admin, self._config, owned_ranges, start,
-            make_queue=lambda: ReceiverQueueSize(share, self.queue_max, adapts=adapts),
+            make_queue=make_queue, leaves_out=absent_too,
         )  # fmt: skip
+        if not absent_too or self._config.is_scalable:
+            return made
+        present = {one.owned_range for one in made}
+        return [
+            *made,
+            *(
+                RangeConsumer(one, _AbsentConsumer(one), make_queue(), lacking=True)
+                for one in owned_ranges
+                if one not in present
+            ),
+        ]
 
     def owned_ranges(
         self, where: Iterable[TopicPartition], assignment: Assignment
@@ -145,6 +203,8 @@ class RangeConsumers:
                     range_consumer
                 )
                 self._owned_ranges.add(range_consumer.owned_range)
+                if range_consumer.lacking:
+                    self.sink.reopen(range_consumer)
             for where, added in more.items():
                 self.by_partition[where] = [*self.by_partition.get(where, ()), *added]
             threads = min(self._config.receive_threads, len(self.receivers) + len(range_consumers))

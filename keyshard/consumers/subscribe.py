@@ -44,18 +44,13 @@ _AUTO_SPLIT = "AUTO_SPLIT"
 
 
 def open_range_consumers(
-    broker: Broker,
-    admin: Admin | None,
-    config: SourceConfig,
-    owned_ranges: Sequence[OwnedRange],
-    start: StartPosition,
-    *,
-    make_queue: Callable[[], ReceiverQueueSize],
-) -> list[RangeConsumer]:
+    broker: Broker, admin: Admin | None, config: SourceConfig, owned_ranges: Sequence[OwnedRange],
+    start: StartPosition, *, make_queue: Callable[[], ReceiverQueueSize], leaves_out: bool = False,
+) -> list[RangeConsumer]:  # fmt: skip
     """Subscribe all of some owned ranges, or none.
 
     A segment that the broker has deleted meanwhile is left out. It was acknowledged, and discovery
-    drops it.
+    drops it. With ``leaves_out``, so are other topic partitions that do not exist.
 
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
@@ -83,7 +78,7 @@ def open_range_consumers(
         try:
             made = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
         except BaseException as exc:
-            if isinstance(exc, TopicNotFoundError) and config.is_scalable:
+            if isinstance(exc, TopicNotFoundError) and (config.is_scalable or leaves_out):
                 return None
             stop.set()
             raise

@@ -8,7 +8,7 @@
                   then; at the deadline the old assignment stays
     3. close      the receive threads close those consumers, which hands over acknowledgements
     4. subscribe  the new hash ranges in epoch + 1; retried while the broker reports a conflict or
-                  is silent
+                  is silent; those of a deleted topic when it is created again
     5. adopt      window and lanes follow; receiving and handlers continue
 
 :data:`TRANSITIONS` names the step that follows each step on success and on failure.
@@ -312,7 +312,7 @@ class Rescaler:
         def subscribe() -> None:
             consumers.queue_max = budget.queue_max
             consumers.epoch += 1
-            opened.extend(consumers.subscribe(self._missing(new)))
+            opened.extend(consumers.subscribe(self._missing(new), absent_too=True))
 
         def adopt() -> None:
             consumers.assignment = new
@@ -361,7 +361,8 @@ class Rescaler:
         consumers = self._range_consumers
         consumers.queue_max = self._consumers.shared.window.budget.queue_max
         consumers.epoch += 1
-        consumers.serve(consumers.subscribe(self._missing(consumers.assignment)))
+        missing = self._missing(consumers.assignment)
+        consumers.serve(consumers.subscribe(missing, absent_too=True))
 
     def _raise(self, end: Step, errors: Mapping[Step, BaseException]) -> NoReturn:
         """Raise the reason why the old assignment holds, or why the source ends.

@@ -30,9 +30,10 @@ from keyshard.errors import (
     RescaleError,
     RuntimeStoppedError,
 )
-from tests.helpers import DEADLINE_S, key_in, wait_until
+from tests.helpers import DEADLINE_S, key_in, received, wait_until
+from tests.support.changing_topics import PREFIX, ChangingTopics
 from tests.support.deadlines import deadline
-from tests.support.rescaled_source import RescaledSource
+from tests.support.rescaled_source import FakeWork, RescaledSource
 
 MakeRescaled = Callable[..., RescaledSource]
 
@@ -242,6 +243,30 @@ def test_ranges_that_get_no_consumer_in_a_rescale_end_the_source(
         rescaled.rescaler.rescale(8)
     with pytest.raises(RescaleError, match="have no consumer"):
         rescaled.coordinator.check()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_topic_that_was_deleted_just_before_a_rescale_does_not_end_the_others(
+    again: bool,
+) -> None:
+    """Since Pulsar 4.1, no consumer brings its partitions back."""
+    changing = ChangingTopics()
+    for topic in ("gone", "stays"):
+        changing.cluster.create_topic(topic, 2)
+    with changing.running(changing.source(["gone", "stays"])) as coordinator:
+        changing.cluster.delete_topic(PREFIX + "gone")
+        report = coordinator.rescaler(FakeWork(), 5.0).rescale(8)
+        assert (report.ranges_after, report.consumers) == (8, 8)
+        if again:
+            wait_until(lambda: "does not exist" in coordinator.status()["connectionError"])
+            changing.cluster.create_topic("gone", 2)
+            changing.publish("gone", 4)
+        else:
+            coordinator.discovery.round()
+            assert coordinator.status()["topicPartitions"] == 2
+        changing.publish("stays", 4)
+        received(coordinator, changing.sent.total())
+        wait_until(lambda: not coordinator.status()["connectionError"])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit(1)], ids=repr)
