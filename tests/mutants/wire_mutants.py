@@ -182,4 +182,38 @@ OF_WIRE = (
             ),
         ),
     ),
+    Mutant(
+        name="try first the consumer that failed just now",
+        promise="No stall: a topic partition without a broker delays no reconnect to others.",
+        edits=(
+            Edit(
+                "keyshard/consumers/reconnector.py",
+                "        return sorted(long, key=lambda one: one.replace_at_s)\n",
+                "        return long\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_reconnector",
+                "test_topic_partitions_that_cannot_be_subscribed_hold_up_no_other_and_name_no_other",
+            ),
+        ),
+    ),
+    Mutant(
+        name="give up when the admin interface asks to be slower",
+        promise="A source waits for a broker that cannot answer now.",
+        edits=(
+            Edit(
+                "keyshard/broker/admin/rest_format.py",
+                " or status in _BUSY or moving\n",
+                " or moving\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_admin_http",
+                "test_a_broker_that_cannot_answer_now_may_be_asked_again",
+            ),
+        ),
+    ),
 )
