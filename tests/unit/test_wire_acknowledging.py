@@ -129,6 +129,31 @@ def test_unconfirmed_acknowledgements_of_a_consumer_go_through_another(
     assert stays.unconfirmed(DEADLINE_S) == 0
 
 
+def test_unconfirmed_acknowledgements_go_through_another_if_a_close_is_refused(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    broker = brokers(scripted)
+    ended, _stays = (
+        broker.subscribe(
+            SubscriptionSpec(TOPIC, "s", hash_range, consumer_name="c", receiver_queue_size=10),
+            StartPosition.EARLIEST,
+        )
+        for hash_range in split_ring(2)
+    )
+    _, second = scripted.sessions[-1].consumers
+    scripted.answers[ACK] = lambda *_: None
+    ended.acknowledge([EntryId(7, 0)])
+    wait_until(lambda: scripted.asked_for(ACK))
+    del scripted.answers[ACK]
+    scripted.answers[CLOSE_CONSUMER] = lambda session, _, fields: session.reply(
+        ERROR, {1: fields[2], 2: 1, 3: b"metadata"}
+    )
+    with pytest.raises(BrokerUnavailableError, match="metadata"):
+        ended.close(for_another=True)
+    del scripted.answers[CLOSE_CONSUMER]
+    wait_until(lambda: scripted.asked_for(ACK)[-1][1] == second)
+
+
 def test_acknowledgements_from_before_a_long_absence_are_not_sent_again(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,10 +131,12 @@ class WireConsumer(WireSubscription):
             warn_of_unconfirmed(left, str(self.topic_partition))
         if unsent := self._acks.close():
             self._hand_on(self, unsent)
-        super().close(timeout_s)
-        if for_another and (rest := self._acks.take_unconfirmed()):
-            # If the broker dropped this consumer without notice, it ignored these acknowledgements.
-            self._hand_on(self, rest)
+        try:
+            super().close(timeout_s)
+        finally:
+            if for_another and (rest := self._acks.take_unconfirmed()):
+                # A broker that dropped this consumer without notice ignored them.
+                self._hand_on(self, rest)
 
     def stands_in_for(self, other: WireConsumer) -> bool:
         """Return whether this consumer can acknowledge entries that another one could not."""
