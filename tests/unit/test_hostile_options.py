@@ -118,7 +118,7 @@ def test_calls_of_a_source_refuse_unexpected_values() -> None:
         source.run(print, observers=5)  # type: ignore[arg-type]
     for call in (partial(source.run, print), source.messages):
         with pytest.raises(ConfigError, match="objects with the methods started"):
-            call(observers=[print])  # type: ignore[operator]
+            call(observers=[print])  # type: ignore[list-item]
     with pytest.raises(NotRunningError):
         source.rescale(8)
 
