@@ -63,6 +63,8 @@ MEMORY_PER_PROCESS = 2_500_000_000
 TOGETHER = {
     "tests/ray": "one Ray",
     "tests/spark/test_bad_input.py": "one Spark session",
+    "tests/spark/test_connect.py": "the port of Spark Connect",
+    "tests/spark/test_declarative_pipeline.py": "the port of Spark Connect",
     "tests/spark/test_exactly_once.py": "one Spark cluster",
     "tests/spark/test_executors.py": "one Spark cluster",
     "tests/spark/test_secure.py": "one Spark session",

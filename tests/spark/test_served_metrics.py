@@ -71,7 +71,11 @@ def test_a_query_serves_its_metrics_and_its_page_until_it_stops(
         found = samples(metrics)
         assert found["keyshard_messages_received_total"] == [200]
         assert found["keyshard_ranges"] == [4]
-        assert len(found["keyshard_partition_backlog_entries"]) == 3
+
+        def looked() -> bool:
+            return len(samples(metrics).get("keyshard_partition_backlog_entries", ())) == 3
+
+        eventually(looked, deadline(60), "the backlog of each topic partition")
         for probe in ("/livez", "/readyz"):
             assert get(metrics, probe).text == "ok\n"
         assert "<title>keyshard" in get(page, "/").text
