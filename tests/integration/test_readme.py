@@ -126,8 +126,9 @@ def look(page: Page, lines: list[str]) -> None:
     for text, expected in zip(
         result,
         ["subscription", "billing", "running: 'billing' on", "lane    empty",
-         "No handler of 'billing' runs", "10 ranges to 16", "10 ranges to 16", "is paused",
-         "receives again", "No parked key matches", "No parked key matches",
+         "No handler of 'billing' runs", "10 ranges to 16", "10 ranges to 16",
+         "Since the start: 1 moved", "is paused", "receives again", "No parked key matches",
+         "No parked key matches",
          "0 dead letters, 0 messages read", "A discard takes 0 dead letters",
          "0 dead letters discarded", "0 dead letters discarded"],
         strict=True,
