@@ -58,6 +58,7 @@ def open_range_consumers(
         SubscriptionNotFoundError: The subscription does not exist, and the broker creates none.
         BrokerError: The broker cannot be reached, or refused.
     """
+    leaves_out = leaves_out or config.is_scalable
     stop = threading.Event()
     types = _Types(admin, config.subscription)
     limited: dict[TopicPartition, LimitReachedError] = {}
@@ -78,7 +79,7 @@ def open_range_consumers(
         try:
             made = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
         except BaseException as exc:
-            if isinstance(exc, TopicNotFoundError) and (config.is_scalable or leaves_out):
+            if isinstance(exc, TopicNotFoundError) and leaves_out:
                 return None
             stop.set()
             raise
@@ -104,7 +105,7 @@ def open_range_consumers(
         # A broker that was lost meanwhile may come back wiped. Then the queue of a consumer that
         # lost its connection holds old entries, and their ids would be acknowledged at the new one.
         again = {
-            one.owned_range: pool.submit(_is_reopened, broker, config, one, stop)
+            one.owned_range: pool.submit(_is_reopened, broker, config, one, stop, leaves_out)
             for one in _made(futures)
             if not one.consumer.is_connected()
         }
@@ -264,13 +265,14 @@ def reopen_range_consumer(
 
 
 def _is_reopened(
-    broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event
-) -> bool:
-    """Reopen a range consumer; return ``False`` if its segment was deleted meanwhile."""
+    broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event,
+    leaves_out: bool,
+) -> bool:  # fmt: skip
+    """Reopen a range consumer; return ``False`` if it is left out, as its topic was deleted."""
     try:
         reopen_range_consumer(broker, config, range_consumer, stop)
     except TopicNotFoundError:
-        if config.is_scalable:
+        if leaves_out:
             return False
         raise
     return True

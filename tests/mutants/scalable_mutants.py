@@ -349,7 +349,7 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/consumers/subscribe.py",
-                "        if config.is_scalable:\n            return False\n",
+                "        if leaves_out:\n            return False\n",
                 "        if False:\n            return False\n",
             ),
         ),

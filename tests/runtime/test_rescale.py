@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from keyshard.broker.memory import Message
+from keyshard.broker.memory import MemoryBroker, Message
+from keyshard.broker.port import Consumer, SubscriptionSpec
 from keyshard.consumers import range_consumers
 from keyshard.coordinator import rescale
 from keyshard.coordinator.rescale import Blocking
@@ -30,9 +31,10 @@ from keyshard.errors import (
     RescaleError,
     RuntimeStoppedError,
 )
-from tests.helpers import DEADLINE_S, key_in, received, wait_until
+from tests.helpers import DEADLINE_S, key_in, received, running, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import faulty
 from tests.support.rescaled_source import FakeWork, RescaledSource
 
 MakeRescaled = Callable[..., RescaledSource]
@@ -267,6 +269,32 @@ def test_a_topic_that_was_deleted_just_before_a_rescale_does_not_end_the_others(
         changing.publish("stays", 4)
         received(coordinator, changing.sent.total())
         wait_until(lambda: not coordinator.status()["connectionError"])
+
+
+def test_a_topic_that_is_deleted_while_a_rescale_subscribes_holds_up_no_other() -> None:
+    """A consumer of it was subscribed, and is disconnected when the others are, too."""
+    changing = ChangingTopics()
+    for topic in ("gone", "stays"):
+        changing.cluster.create_topic(topic, 2)
+    deletes: list[str] = []
+
+    def subscribe(call: Callable[..., Consumer], spec: SubscriptionSpec, *args: object) -> Consumer:
+        made = call(spec, *args)
+        if deletes and spec.topic_partition.topic == deletes[0]:
+            changing.cluster.delete_topic(deletes.pop())
+        return made
+
+    broker = faulty(MemoryBroker(changing.cluster), subscribe=subscribe)
+    source = changing.source(["gone", "stays"])
+    with running(changing.cluster, source, connect=lambda: broker) as coordinator:
+        deletes.append(PREFIX + "gone")
+        report = coordinator.rescaler(FakeWork(), 5.0).rescale(8)
+        assert not deletes
+        assert (report.ranges_after, report.consumers) == (8, 8)
+        coordinator.discovery.round()
+        assert coordinator.status()["topicPartitions"] == 2
+        changing.publish("stays", 4)
+        received(coordinator, 4 * 2)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit(1)], ids=repr)
