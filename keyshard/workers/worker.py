@@ -283,9 +283,11 @@ def start_process(
             start_new_session=True,
         )
     except OSError as exc:
+        check = "the memory of this machine, and its limits of processes and open files"
+        if exc.filename is not None:
+            check = f"that {exc.filename} exists and may be executed"
         raise WorkerUnreachableError(
-            f"The system started no worker process: {exc.strerror or exc}.",
-            "Check the memory of this machine, and its limits of processes and open files.",
+            f"The system started no worker process: {exc.strerror or exc}.", f"Check {check}."
         ) from exc
     to, out = process.stdin, process.stdout
     assert to is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +82,14 @@ def test_a_machine_that_cannot_start_a_process_now_is_asked_again(
     monkeypatch.setattr(subprocess, "Popen", no_process)
     with pytest.raises(WorkerUnreachableError, match="no worker process: Cannot allocate memory"):
         start_process(("", ""))
+
+
+def test_an_interpreter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue: the remedy was to check the memory, for a removed virtual environment."""
+    monkeypatch.setattr(sys, "executable", "/gone/bin/python")
+    with pytest.raises(WorkerUnreachableError, match="No such file or directory") as caught:
+        start_process(("", ""))
+    assert caught.value.remedy == "Check that /gone/bin/python exists and may be executed."
 
 
 def hello_of(server: WorkerServer) -> str:
