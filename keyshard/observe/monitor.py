@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard.broker.connect import connect_admin
 from keyshard.control import ControlServer, Handler
-from keyshard.core.option_checks import check_bool
+from keyshard.core.option_checks import check_bool, check_names
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import RescaleDryRun
 from keyshard.core.ring.key_slot import broker_text
@@ -185,6 +185,7 @@ class Monitor:
             )
         if rescaler is None:
             raise NotRunningError("The source is still starting.", "Try again later.")
+        check_names("The request rescale", request, ("do", "ranges", "balance", "dry_run"))
         dry_run = request.get("dry_run", False)
         check_bool("dry_run", dry_run)
         if dry_run:

@@ -64,6 +64,8 @@ def test_a_request_with_a_wrong_or_unknown_field_changes_nothing(parking: Parkin
             source.ask("dead_letters", subject="orders")
         with pytest.raises(ConfigError, match="dry_run is 1; it must be true or false"):
             source.ask("rescale", ranges=2, dry_run=1)
+        with pytest.raises(ConfigError, match="'dryRun'"):
+            source.ask("rescale", ranges=2, dryRun=True)
         assert run.source.status()["parkedKeys"] == 1
         assert len(run.source.status()["ranges"]) == 3
 
