@@ -112,6 +112,12 @@ class LoggedOutputs:
         """Whether outputs or handled messages wait for a checkpoint."""
         return bool(self._collected)
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing is confirmed any more: a commit or the thread failed. Not in a commit."""
+        unsaved = self.busy and not self._saved
+        return unsaved or (self._thread is not None and not self._thread.is_alive())
+
     def begin(self) -> None:
         """Make the collected outputs the next batch."""
         self._begun, self._collected = self._collected, _Collected()

@@ -437,8 +437,7 @@ class HandlerRun:
                 self._logged.begin()
         if self._logged is None:
             self._committer.note(done_apart)
-        left = self._committer.plan(completed, last=last)
-        if left:
+        if left := self._committer.plan(completed, last=last):
             with self.changed:
                 self.lanes.put_back(left)
         if self._logged is None:
@@ -506,7 +505,7 @@ class HandlerRun:
             if self._logged is None or not (self._logged.busy or self._waits):
                 return
             if self._dispatcher.error is not None or time.monotonic() >= deadline_s:
-                _log.warning("the last outputs are not confirmed; the next start publishes them")
+                _log.warning("the last outputs are not confirmed; they follow after the next start")
                 return
             time.sleep(DRAIN_LOOK_S)
 
@@ -516,9 +515,10 @@ class HandlerRun:
             return False
         with self.changed:
             self._dispatcher.drain()
-            if not self._dispatcher.circuit.closed:
-                # The circuit breaker pauses handlers, so started entries are redelivered.
-                return bool(self.lanes.running)
+            stuck = self._logged is not None and self._logged.stuck
+            if stuck or not self._dispatcher.circuit.closed:
+                # No handler starts, or no entry is committed: started entries are redelivered.
+                return any(not (stuck and work.publishing) for work in self.lanes.running.values())
             self._dispatcher.wake()
             # After an error there is no time for retries.
             until_s = deadline_s if self._dispatcher.error is None else 0.0

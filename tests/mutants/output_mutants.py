@@ -176,4 +176,17 @@ OF_OUTPUTS = (
             killer(TESTS, "test_a_checkpoint_that_fails_during_a_stop_leaves_no_handler_behind"),
         ),
     ),
+    Mutant(
+        name="wait in a stop for outputs that nothing publishes any more",
+        promise="A stop does not wait for what cannot come.",
+        edits=(
+            Edit(RUN, "stuck = self._logged is not None and self._logged.stuck", "stuck = False"),
+        ),
+        killers=(
+            killer(
+                TESTS,
+                "test_a_stop_after_a_failed_commit_does_not_wait_for_replayed_dead_letters",
+            ),
+        ),
+    ),
 )

@@ -494,3 +494,31 @@ def test_a_checkpoint_that_fails_during_a_stop_leaves_no_handler_behind(
         stopping.set()
     assert returned.is_set(), "the run ended before its handler"
     assert [type(one) for one in once.errors] == [CheckpointError]
+
+
+@pytest.mark.parametrize("fails", ["save", "publish"])
+def test_a_stop_after_a_failed_commit_does_not_wait_for_replayed_dead_letters(
+    once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The lane of a replayed message waits for its outputs, which nothing publishes any more."""
+    once.publish(keys=1, per_key=1)
+    broken = threading.Event()
+
+    def handle(message: Message) -> Produce:
+        if not broken.is_set():
+            raise ValueError("not yet")
+        return Produce(message.value, key=message.key)
+
+    def fail(*_: object) -> int:
+        raise CheckpointError("No space left on device.")
+
+    options: dict[str, Any] = {"retry": AT_ONCE, "sink": once.sink, "checkpoint": path}
+    options["drain_timeout_s"] = 2 * DEADLINE_S
+    with once.running(once.source(), handle, **options) as run:
+        wait_until(lambda: once.backlog() == 0 and run.source.status()["parkedKeys"] == 1)
+        owner = CheckpointStore if fails == "save" else OutputLog
+        monkeypatch.setattr(owner, fails, fail)
+        broken.set()
+        run.source.unpark("key-0")
+        wait_until(lambda: bool(once.errors))  # long before the drain timeout
+    assert [type(one) for one in once.errors] == [CheckpointError]
