@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from keyshard.broker.admin.port import Admin
@@ -21,6 +22,7 @@ from keyshard.dead_letters.subscription import DeadLetterSubscription
 from keyshard.dead_letters.topic_scan import Check, fold, is_needed, stored_state
 from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import (
+    BrokerError,
     ConfigError,
     KeyShardError,
     RangeConflictError,
@@ -105,7 +107,8 @@ def open_dead_letters(
     try:
         state, finished = retried(folded, config.replay_timeout_ms / 1000)
     except BaseException:
-        keeper.close()
+        with suppress(BrokerError):
+            keeper.close()
         raise
     dead_letters = DeadLetterStore(
         broker, where, config, keeper, state,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from keyshard.broker.admin.port import Admin
@@ -27,6 +27,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letters.topic_scan import fold
 from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import (
+    BrokerError,
     SubscriptionInUseError,
     SubscriptionNotFoundError,
     TopicNotFoundError,
@@ -110,7 +111,8 @@ class DeadLetterSubscription:
                 if finished:
                     consumer.acknowledge(finished)
             except BaseException:
-                consumer.close()
+                with suppress(BrokerError):
+                    consumer.close()
                 raise
             self.consumer = consumer
             return consumer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keyshard.broker.memory import MemoryReader
+from keyshard.broker.memory import MemoryConsumer, MemoryReader
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Producer
 from keyshard.core.dead_letter import DeadLetterKind, StoredDeadLetter, position_of_text
@@ -381,6 +381,30 @@ def test_a_topic_that_cannot_be_read_to_its_end_ends_the_start(dlq: DeadLetterTo
             dlq.open(replay_timeout_ms=300)
         assert 0.2 < time.monotonic() - began < deadline(20)
     assert dlq.open().keys.parking.states() == {"k": ParkingState.PARKED}
+
+
+def test_an_outage_at_a_failed_start_does_not_hide_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1. Two sources start without the topic, and one parks. 2. The other parks. 3. A third one
+    cannot read the topic. In 2. and 3. the consumer does not close in time.
+    """
+    dlq, close = DeadLetterTopic(exists=False), MemoryConsumer.close
+
+    def closes_late(this: MemoryConsumer, **how: Any) -> None:
+        close(this, **how)
+        raise BrokerUnavailableError("The broker did not answer in time.")
+
+    second, first = dlq.open(), dlq.open()
+    first.send(dead_letter(0))
+    dlq.die()
+    monkeypatch.setattr(MemoryConsumer, "close", closes_late)
+    with pytest.raises(SubscriptionInUseError, match="has parked keys"):
+        second.send(dead_letter(1))
+    monkeypatch.setattr(MemoryReader, "read", lambda *_: [])
+    monkeypatch.setattr(MemoryReader, "at_end", lambda _: False)
+    with pytest.raises(ReplayTimeoutError):
+        dlq.open(replay_timeout_ms=300)
 
 
 def test_keys_that_are_unparked_together_share_one_read() -> None:
