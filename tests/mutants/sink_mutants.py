@@ -113,7 +113,6 @@ OF_SINK = (
                 ATTEMPTS,
                 "test_rows_that_an_earlier_attempt_sent_and_a_failed_write_lost_are_sent_again",
             ),
-            killer("simulation/test_pipeline", "test_the_promises_hold_and_every_fault_hits_tasks"),
         ),
     ),
     Mutant(
