@@ -385,10 +385,10 @@ def test_a_stop_lets_a_rescale_end_so_that_acknowledgements_have_consumers(
     taking, reports = threading.Event(), []
     subscribe = RangeConsumers.subscribe
 
-    def slowly(consumers: RangeConsumers, *args: Any) -> Any:
+    def slowly(consumers: RangeConsumers, *args: Any, **options: Any) -> Any:
         if taking.is_set():
             time.sleep(0.5)  # No range has an owner now.
-        return subscribe(consumers, *args)
+        return subscribe(consumers, *args, **options)
 
     def handle(message: Message) -> None:
         orders.note(message)
