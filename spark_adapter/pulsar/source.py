@@ -137,16 +137,21 @@ class PulsarDataSource(KeyShardDataSource):
 
     def streamReader(self, schema: StructType) -> PulsarStreamReader:  # noqa: N802 - Spark's name
         """Return the reader of a stream. It connects when Spark asks for the first offset."""
+        from spark_adapter.watched_process import watch_this_process  # noqa: PLC0415 - for streams
+
         with concise_errors():
             check_has(STREAMS)
             options, names, made_up = translated(self.options, stream=True)
         with as_spark_error(**names):
             source = parse_options(options)
-            rows = self._rows(source, _own(schema))
-            source = rows.source_of(source)
+        # Reading the schemas starts threads, which the fork would not copy.
+        ended_at = watch_this_process(source.worker_host)
         from spark_adapter.pulsar.stream import PulsarStreamReader  # noqa: PLC0415 - see above
 
-        return PulsarStreamReader(source, _rows(schema, rows), made_up=made_up)
+        with as_spark_error(**names):
+            rows = self._rows(source, _own(schema))
+            source = rows.source_of(source)
+        return PulsarStreamReader(source, _rows(schema, rows), ended_at, made_up=made_up)
 
     def _write(self, schema: StructType) -> TopicWrite:
         from spark_adapter.pulsar.writing import write_of  # noqa: PLC0415 - for writes

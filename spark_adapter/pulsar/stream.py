@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from keyshard import KeyShardSource
     from spark_adapter.task_rows import Rows
+    from spark_adapter.watched_process import EndAddress
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +46,20 @@ class PulsarStreamReader(KeyShardStreamReader):
     Args:
         source: The source to consume.
         rows: Columns of the query, and how to make them.
+        ended_at: Address at which tasks ask how the stream process ended.
         made_up: Whether the query names no subscription. It then uses the one of its checkpoint,
             and at its first start the generated one of ``source`` (``docs/adr/0031``).
     """
 
-    def __init__(self, source: KeyShardSource, rows: Rows, *, made_up: bool) -> None:
-        super().__init__(source, rows)
+    def __init__(
+        self,
+        source: KeyShardSource,
+        rows: Rows,
+        ended_at: EndAddress | None = None,
+        *,
+        made_up: bool,
+    ) -> None:
+        super().__init__(source, rows, ended_at)
         self._made_up = made_up
 
     def __getstate__(self) -> dict[str, Any]:

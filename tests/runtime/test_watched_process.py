@@ -25,24 +25,32 @@ import json, os, socket, sys
 from spark_adapter import watched_process as watched
 watched.RUNNER = ""  # the name of a program that has none
 spark = socket.create_connection(("127.0.0.1", int(os.environ["PYTHON_WORKER_FACTORY_PORT"])))
-at = watched.watch_this_process("127.0.0.1")
+BEGIN
 facts = [os.getpid(), os.getppid(), watched.spark_pid(), at.host, at.port, at.token]
 spark.sendall(json.dumps(facts).encode() + b"\\n")
 while True:
     exec(spark.recv(4096).decode())
+"""
+BEGIN = 'at = watched.watch_this_process("127.0.0.1")'
+"""Starts the watch in :data:`PROGRAM`."""
+STREAM_READER = """
+from pyspark.sql.types import BinaryType, StructType
+from spark_adapter import KeyShardDataSource, PulsarDataSource
+options = {"topic": "t", "subscription": "s", "workerHost": "127.0.0.1"}
+at = KIND(options).streamReader(StructType().add("COLUMN", BinaryType()))._ended_at
 """
 
 
 class Spark:
     """Stands for Spark's JVM: starts a stream process, and reads its answers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, begin: str = BEGIN) -> None:
         self._log = folder / "log"
         with socket.create_server(("127.0.0.1", 0)) as server, self._log.open("wb") as log:
             server.settimeout(STARTED_S)
             port = str(server.getsockname()[1])
             self.watching = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM],
+                [sys.executable, "-c", PROGRAM.replace("BEGIN", begin)],
                 env=os.environ | {"PYTHON_WORKER_FACTORY_PORT": port},
                 stderr=log,
             )
@@ -124,6 +132,22 @@ def test_the_pending_call_of_spark_gets_the_end_as_its_error(
     for part in parts:
         assert part in error
     assert spark.error() == "", "no call waits for the rest of an answer"
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"), [("KeyShardDataSource", "__keyBytes"), ("PulsarDataSource", "__key")]
+)
+def test_the_stream_reader_of_each_format_is_watched(
+    tmp_path: Path, kind: str, column: str
+) -> None:
+    """Issue: a query of ``format("pulsar")`` ended with ``java.io.EOFException``."""
+    spark = Spark(tmp_path, STREAM_READER.replace("KIND", kind).replace("COLUMN", column))
+    try:
+        os.kill(spark.pid, signal.SIGKILL)
+        assert "was killed by SIGKILL (9)" in spark.error()
+        assert spark.ended_at.ask() is not None, "tasks learn it, too"
+    finally:
+        spark.end()
 
 
 def test_a_call_after_the_end_gets_the_end_as_its_error(spark: Spark) -> None:

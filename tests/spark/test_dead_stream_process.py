@@ -28,12 +28,14 @@ ENDED_S = deadline(90)
 class DyingQuery:
     """A query on a topic with messages, and its stream process."""
 
-    def __init__(self, spark: SparkSession, broker: DevBroker, topic: str, folder: Path) -> None:
+    def __init__(
+        self, spark: SparkSession, broker: DevBroker, topic: str, folder: Path, kind: str
+    ) -> None:
         self._broker, self._topic, self._folder = broker, topic, folder
         create_partitioned_topic(broker.admin_url, topic, 1)
         self.produce()
         self._rows = (
-            spark.readStream.format("keyshard")
+            spark.readStream.format(kind)
             .option("topic", topic)
             .option("subscription", "dying")
             .option("service.url", broker.service_url)
@@ -87,11 +89,12 @@ def _stream_processes() -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(params=["keyshard", "pulsar"])
 def dying(
-    spark: SparkSession, dev_broker: DevBroker, topic_name: str, tmp_path: Path
-) -> Iterator[DyingQuery]:
-    made = DyingQuery(spark, dev_broker, topic_name, tmp_path)
+    request: pytest.FixtureRequest,
+    spark: SparkSession, dev_broker: DevBroker, topic_name: str, tmp_path: Path,
+) -> Iterator[DyingQuery]:  # fmt: skip
+    made = DyingQuery(spark, dev_broker, topic_name, tmp_path, request.param)
     yield made
     made.query.stop()
     for one in _stream_processes():
