@@ -33,7 +33,7 @@ class Translated(NamedTuple):
     options: dict[str, str]
     names: dict[str, str]
     """The user's option names by keyshard's, where they differ; for errors."""
-    made_up: bool
+    made_up: bool = False
     """Whether the stream names no subscription, so that its name was generated now."""
 
 
@@ -56,7 +56,6 @@ def translated(options: Mapping[str, str], *, stream: bool) -> Translated:
     given = {name.lower(): text for name, text in options.items()}
     found: dict[str, str] = {}
     names: dict[str, str] = {}
-    taken: dict[str, str] = {}
     for name, text in options.items():
         low = name.lower()
         if low.startswith(ADMIN):
@@ -67,15 +66,29 @@ def translated(options: Mapping[str, str], *, stream: bool) -> Translated:
             convert = None if option is None else option.convert
             new, value = convert(called, text) if convert else (called, text)
             if value is not None:
-                if new.lower() in taken:
-                    both = f"{taken[new.lower()]!r} and {called!r}"
-                    raise ConfigError(f"Options {both} are both given.", "Give only one of them.")
-                taken[new.lower()] = names[new] = called
-                found[new] = value
+                check_once(new, called, names)
+                names[new], found[new] = called, value
     if stream:
         found |= _subscription(given, names)
     made_up = stream and "subscription" not in names
     return Translated(found, {new: old for new, old in names.items() if new != old}, made_up)
+
+
+def check_once(new: str, called: str, names: Mapping[str, str]) -> None:
+    """Check that no option was given for a setting that another option sets.
+
+    Args:
+        new: keyshard's name of the setting.
+        called: The user's name.
+        names: The user's names by keyshard's, of the options before.
+
+    Raises:
+        ConfigError: Both are given.
+    """
+    for one, before in names.items():
+        if one.lower() == new.lower():
+            both = f"{before!r} and {called!r}"
+            raise ConfigError(f"Options {both} are both given.", "Give only one of them.")
 
 
 def passes_on(name: str, text: str, *, stream: bool) -> bool:

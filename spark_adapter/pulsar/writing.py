@@ -26,7 +26,13 @@ from keyshard.core.metadata_columns import KEY_BYTES
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
-from spark_adapter.pulsar.options import check_admin, check_refused, passes_on
+from spark_adapter.pulsar.options import (
+    Translated,
+    check_admin,
+    check_once,
+    check_refused,
+    passes_on,
+)
 from spark_adapter.pulsar.table import ADMIN, PRODUCER, PRODUCER_OPTIONS, READER, Treatment
 from spark_adapter.topic_writer import TopicWrite
 from spark_adapter.write_options import parse_write
@@ -78,16 +84,21 @@ def write_of(options: Mapping[str, str], schema: StructType) -> PulsarTopicWrite
     Raises:
         KeyShardError: An option or a column is not supported, or wrong.
     """
-    found = translated_write(options)
+    found, _, _ = translated_write(options)
     columns = columns_of(schema, routed=not any(name.lower() == "topic" for name in found))
     translated = StructType([StructField(one.name, one.kind) for one in columns])
     return PulsarTopicWrite(parse_write(found, translated), tuple(columns))
 
 
-def translated_write(options: Mapping[str, str]) -> dict[str, str]:
-    """Translate options to those of a write of ``format("keyshard")``."""
+def translated_write(options: Mapping[str, str]) -> Translated:
+    """Translate options to those of a write of ``format("keyshard")``.
+
+    Raises:
+        ConfigError: An option is not supported, wrong, or given by two names.
+    """
     given = {name.lower(): text for name, text in options.items()}
     found: dict[str, str] = {"registerSchema": "true"}
+    names: dict[str, str] = {}
     if {"valueformat", "registerschema"} & given.keys():
         del found["registerSchema"]
     for name, text in options.items():
@@ -97,12 +108,14 @@ def translated_write(options: Mapping[str, str]) -> dict[str, str]:
         elif low.startswith(PRODUCER):
             pair = _of_producer(name, text)
             if pair is not None:
-                found[pair[0]] = pair[1]
+                check_once(pair[0], name, names)
+                names[pair[0]], found[pair[0]] = name, pair[1]
         elif low.startswith(READER):
             raise ConfigError(f"Option {shown(name)} belongs to reads.", "Remove it.")
         elif passes_on(name, text, stream=False):
-            found[name] = text
-    return found
+            check_once(name, name, names)
+            names[name], found[name] = name, text
+    return Translated(found, {new: old for new, old in names.items() if new != old})
 
 
 def _of_producer(name: str, text: str) -> tuple[str, str] | None:

@@ -37,8 +37,7 @@ from spark_adapter.pulsar.table import (
     jvm_options_table,
     jvm_producer_table,
 )
-from spark_adapter.pulsar.writing import columns_of
-from spark_adapter.pulsar.writing import translated_write as write_options
+from spark_adapter.pulsar.writing import columns_of, translated_write
 
 BASE = {"service.url": "pulsar://broker:6650", "admin.url": "http://broker:8080", "topic": "t"}
 FIRST = "persistent://public/default/t-partition-0"
@@ -90,6 +89,10 @@ def stream(**options: str) -> dict[str, str]:
 
 def batch(**options: str) -> dict[str, str]:
     return translated({**BASE, **_dotted(options)}, stream=False).options
+
+
+def write_options(options: dict[str, str]) -> dict[str, str]:
+    return translated_write(options).options
 
 
 def _dotted(options: dict[str, str]) -> dict[str, str]:
@@ -350,6 +353,24 @@ def test_each_option_of_a_producer_is_translated_or_refused_by_name() -> None:
     ]:
         with pytest.raises(ConfigError, match=text):
             write_options(wrong)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("pulsar.producer.producerName", "sinkId"),
+        ("pulsar.producer.sendTimeoutMs", "sendTimeoutMillis"),
+        ("pulsar.producer.compressionType", "compression"),
+        ("pulsar.producer.batchingEnabled", "pulsar.producer.batchingMaxMessages"),
+    ],
+)
+def test_two_options_of_one_setting_of_a_write_are_refused(one: str, other: str) -> None:
+    """Issue: the option that Spark listed last was used."""
+    options = [(one, "false" if one.endswith("batchingEnabled") else "5"), (other, "5")]
+    for both in (options, options[::-1]):
+        names = f"{both[0][0]!r} and {both[1][0]!r}"
+        with pytest.raises(ConfigError, match=f"Options {names} are both given"):
+            write_options({"topic": "t", **dict(both)})
 
 
 _TYPES: dict[str, DataType] = {
