@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyshard import Connection, KeyShardSource
-from keyshard.config.connection_names import fields_of, names_of
+from keyshard.config.connection_names import NAMES, fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.segments import BROKER, BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SHORTHANDS
@@ -103,17 +103,29 @@ def _connected(fields: dict[str, Any], client: Mapping[str, str]) -> dict[str, A
     if not client:
         return fields
     said = fields_of(client)
-    for name in said.keys() & SHORTHANDS:
-        if fields.get(name, said[name]) != said[name]:
-            raise ConfigError(
-                f"{name} is given together with another option of {CLIENT}*.",
-                "Give only one of them.",
-            )
+    check_shorthands(fields, said)
     kept = {name: value for name, value in fields.items() if name not in SHORTHANDS}
     shorthands = {name: value for name, value in fields.items() if name in SHORTHANDS}
     return {**kept, "connection": Connection(**shorthands, **{
         name: value for name, value in said.items() if name not in shorthands
     })}  # fmt: skip
+
+
+def check_shorthands(fields: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Check that fields have the values that ``pulsar.client.*`` options give them.
+
+    Args:
+        fields: Values of other options, by field.
+        said: Values of the ``pulsar.client.*`` options, by field.
+
+    Raises:
+        ConfigError: A field has two values. The error begins with its name.
+    """
+    for java, name in NAMES.items():
+        if name in SHORTHANDS and name in said and fields.get(name, said[name]) != said[name]:
+            raise ConfigError(
+                f"{name} and {CLIENT}{java} have different values.", "Give only one of them."
+            )
 
 
 def to_options(source: KeyShardSource) -> dict[str, str]:

@@ -32,7 +32,13 @@ from keyshard.publishing.staging import Staging
 from keyshard.publishing.values import Values, check_names
 from keyshard.redaction import shown
 from spark_adapter.error_text import renamed
-from spark_adapter.option_parsing import accumulator_id, integer, parts_of, truth
+from spark_adapter.option_parsing import (
+    accumulator_id,
+    check_shorthands,
+    integer,
+    parts_of,
+    truth,
+)
 from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
 from spark_adapter.query_columns import arrow_schema_of
 
@@ -153,6 +159,7 @@ def _sink(fields: dict[str, Any], client: Mapping[str, str]) -> KeyShardSink:
     try:
         if client or "admin_url" in fields:
             said = fields_of(client)
+            check_shorthands(fields, said)
             said |= {name: fields.pop(name) for name in _OF_CONNECTION if name in fields}
             fields["connection"] = Connection(**said)
         sink = KeyShardSink(**fields)

@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from pyspark.sql.types import BinaryType, StructField, StructType
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from spark_adapter.option_parsing import options_table, parse_options, to_options
 from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS
+from spark_adapter.pulsar.writing import write_of
+from spark_adapter.write_options import parse_write
 
 MINIMAL = {"topic": "orders", "subscription": "billing"}
 
@@ -185,6 +188,25 @@ def test_topic_and_topics_together_are_refused(first: str) -> None:
     second = {"topic": "topics", "topics": "topic"}[first]
     message = refused({first: "a", second: "b", "subscription": "s"})
     assert message == f"{first!r} and {second!r} are both given. Give only one of them."
+
+
+@pytest.mark.parametrize(
+    ("own", "java", "text"),
+    [
+        ("service.url", "serviceUrl", "pulsar://a:6650"),
+        ("admin.url", "webServiceUrl", "http://a:8080"),
+    ],
+)
+def test_a_write_refuses_two_brokers_as_a_read_does(own: str, java: str, text: str) -> None:
+    """Issue: a write used service.url and ignored pulsar.client.serviceUrl."""
+    options = {"topic": "t", own: text, f"pulsar.client.{java}": text.replace("a:", "b:")}
+    sentence = f"{own} and pulsar.client.{java} have different values. Give only one of them."
+    assert refused({**options, "subscription": "s"}) == sentence
+    columns = StructType([StructField("value", BinaryType())])
+    for write in (parse_write, write_of):
+        with pytest.raises(ConfigError) as caught:
+            write(options, columns)
+        assert caught.value.message == sentence
 
 
 def test_missing_topic_and_missing_subscription_are_refused() -> None:
