@@ -6,7 +6,7 @@ It translates the options. Tasks make its columns from those of keyshard. Everyt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +30,7 @@ from keyshard.reading.decoding_plan import CORRUPT
 from spark_adapter.batch_reader import KeyShardBatchReader
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error, concise_errors
-from spark_adapter.option_parsing import parse_bounded, parse_options
+from spark_adapter.option_parsing import BoundedRead, parse_bounded, parse_options
 from spark_adapter.preflight import STREAMS, check_has
 from spark_adapter.pulsar.options import seems_stream, translated
 from spark_adapter.query_columns import COLUMNS, SELECTABLE, schema_of, strict_of
@@ -122,7 +122,7 @@ class PulsarDataSource(KeyShardDataSource):
                 check_has(STREAMS)
             options, names, _ = translated(self.options, stream=stream)
         with as_spark_error(**names):
-            source = parse_options(options) if stream else parse_bounded(options).source
+            source = parse_options(options) if stream else _bounded(options).source
             return _renamed(schema_of(self._planned_for(source), source.metadata_columns))
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
@@ -130,7 +130,7 @@ class PulsarDataSource(KeyShardDataSource):
         with concise_errors():
             options, names, _ = translated(self.options, stream=False)
         with as_spark_error(**names):
-            read = parse_bounded(options)
+            read = _bounded(options)
             rows = self._rows(read.source, _own(schema))
             read = replace(read, source=rows.source_of(read.source))
         return KeyShardBatchReader(read, _rows(schema, rows))
@@ -172,6 +172,23 @@ def register_pulsar(spark: SparkSession) -> bool:
             raise
         return False
     return True
+
+
+def _bounded(options: Mapping[str, str]) -> BoundedRead:
+    """Parse the options of a batch read.
+
+    Raises:
+        ConfigError: An option is wrong, or asks for filters. Those would name the columns of this
+            format, and its reader takes none.
+    """
+    read = parse_bounded(options)
+    if read.pushes_filters:
+        raise ConfigError(
+            "Option 'pushFilters' is not supported by format('pulsar').",
+            "Remove it, and limit the read by topic, positions, times or keys. Or use "
+            "format('keyshard').",
+        )
+    return read
 
 
 def _rows(schema: StructType, rows: Rows) -> PulsarRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +30,7 @@ from keyshard.core.position.serialized_id import SerializedId
 from keyshard.errors import ConfigError, KeyShardError
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.pulsar.options import seems_stream, translated
+from spark_adapter.pulsar.source import PulsarDataSource
 from spark_adapter.pulsar.table import (
     JVM_OPTIONS,
     PREFIXES,
@@ -40,6 +42,7 @@ from spark_adapter.pulsar.table import (
 from spark_adapter.pulsar.writing import columns_of, translated_write
 
 BASE = {"service.url": "pulsar://broker:6650", "admin.url": "http://broker:8080", "topic": "t"}
+VALUE_COLUMN = StructType([StructField("value", BinaryType())])
 FIRST = "persistent://public/default/t-partition-0"
 
 
@@ -164,6 +167,19 @@ def test_a_batch_read_accepts_options_of_streams_like_the_jvm_connector() -> Non
     assert batch(**shared) == BASE
     assert not seems_stream(shared)
     assert seems_stream({"PARALLELISM": "3"})
+
+
+@pytest.mark.parametrize(
+    "call", [lambda source: source.schema(), lambda source: source.reader(VALUE_COLUMN)]
+)
+def test_filters_that_would_not_be_pushed_are_refused(
+    call: Callable[[PulsarDataSource], object],
+) -> None:
+    """Issue: pushFilters was accepted, and Spark still filtered every row."""
+    options = {**BASE, "valueFormat": "raw"}
+    with pytest.raises(ConfigError, match="'pushFilters' is not supported by format"):
+        call(PulsarDataSource({**options, "pushfilters": "true"}))
+    call(PulsarDataSource({**options, "pushFilters": "false"}))
 
 
 def test_the_subscription_is_named_by_its_user() -> None:
