@@ -50,8 +50,8 @@ class as_spark_error(concise_errors):  # noqa: N801
     """Also replace fields of ``KeyShardSource`` in the text with option names.
 
     Args:
-        **first: The user's names for arguments that are plain words. They are replaced only as the
-            first word of an error.
+        **first: The user's names for arguments that are plain words. They are replaced only where
+            an error begins with them; see :func:`renamed`.
     """
 
     def __init__(self, **first: str) -> None:
@@ -65,6 +65,13 @@ class as_spark_error(concise_errors):  # noqa: N801
 
 
 def renamed(problem: str, names: Mapping[str, str]) -> str:
-    """Return a problem with another name as its first word. The rest may be text of the user."""
+    """Return a problem with another name of its option. The rest may be text of the user.
+
+    The name is the first word, or the second of ``Option 'name' is ...``.
+    """
     word, space, rest = problem.partition(" ")
+    if word == "Option":
+        quoted, gap, rest = rest.partition(" ")
+        own = quoted[1:-1]
+        return f"{word} {names[own]!r}{gap}{rest}" if own in names else problem
     return names.get(word, word) + space + rest

@@ -26,6 +26,7 @@ from keyshard.core.metadata_columns import KEY_BYTES
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.pulsar.options import (
     Translated,
     check_admin,
@@ -84,10 +85,12 @@ def write_of(options: Mapping[str, str], schema: StructType) -> PulsarTopicWrite
     Raises:
         KeyShardError: An option or a column is not supported, or wrong.
     """
-    found, _, _ = translated_write(options)
+    found, names, _ = translated_write(options)
     columns = columns_of(schema, routed=not any(name.lower() == "topic" for name in found))
     translated = StructType([StructField(one.name, one.kind) for one in columns])
-    return PulsarTopicWrite(parse_write(found, translated), tuple(columns))
+    with as_spark_error(**names):
+        parsed = parse_write(found, translated)
+    return PulsarTopicWrite(parsed, tuple(columns))
 
 
 def translated_write(options: Mapping[str, str]) -> Translated:
@@ -108,8 +111,9 @@ def translated_write(options: Mapping[str, str]) -> Translated:
         elif low.startswith(PRODUCER):
             pair = _of_producer(name, text)
             if pair is not None:
-                check_once(pair[0], name, names)
-                names[pair[0]], found[pair[0]] = name, pair[1]
+                called = _BY_NAME[low].name  # Spark passes names in lower case
+                check_once(pair[0], called, names)
+                names[pair[0]], found[pair[0]] = called, pair[1]
         elif low.startswith(READER):
             raise ConfigError(f"Option {shown(name)} belongs to reads.", "Remove it.")
         elif passes_on(name, text, stream=False):

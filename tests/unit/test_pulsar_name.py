@@ -39,7 +39,7 @@ from spark_adapter.pulsar.table import (
     jvm_options_table,
     jvm_producer_table,
 )
-from spark_adapter.pulsar.writing import columns_of, translated_write
+from spark_adapter.pulsar.writing import columns_of, translated_write, write_of
 
 BASE = {"service.url": "pulsar://broker:6650", "admin.url": "http://broker:8080", "topic": "t"}
 VALUE_COLUMN = StructType([StructField("value", BinaryType())])
@@ -387,6 +387,26 @@ def test_two_options_of_one_setting_of_a_write_are_refused(one: str, other: str)
         names = f"{both[0][0]!r} and {both[1][0]!r}"
         with pytest.raises(ConfigError, match=f"Options {names} are both given"):
             write_options({"topic": "t", **dict(both)})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "start"),
+    [
+        ("sendTimeoutMs", "soon", "Option '{}' is 'soon'; it must be an integer"),
+        ("sendTimeoutMs", "0", "{} is 0; it must be"),
+        ("compressionType", "rar", "{} is 'rar'. Write"),
+        ("batchingMaxMessages", "", "Option '{}' is ''; it must be an integer"),
+        ("batchingMaxBytes", "-1", "{} is -1; it must be"),
+        ("producerName", "x" * 300, "{} has 300 characters"),
+        ("producerName", "", "{} is ''."),
+    ],
+)
+def test_an_error_of_a_write_names_the_option_of_the_user(name: str, text: str, start: str) -> None:
+    """Issue: it named keyshard's option, which the user had not given."""
+    option = f"pulsar.producer.{name}"
+    with pytest.raises(ConfigError) as caught:
+        write_of({"topic": "t", option.lower(): text}, VALUE_COLUMN)
+    assert caught.value.message.startswith(start.format(option))
 
 
 _TYPES: dict[str, DataType] = {
