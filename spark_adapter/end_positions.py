@@ -11,13 +11,13 @@ from pyspark.sql.types import StructType
 
 from keyshard import Checkpoint
 from keyshard.coordinator.start_positions import positions_of
-from keyshard.core.position.read_bounds import bound_text, parse_bound
+from keyshard.core.position.read_bounds import Edge, bound_text, parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplits
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_options
-from spark_adapter.preflight import is_remote
+from spark_adapter.preflight import is_remote, is_true
 from spark_adapter.pulsar.options import translated
 from spark_adapter.table_options import options_of
 
@@ -87,8 +87,9 @@ _KINDS = ("DataSourceV2Relation", "StreamingDataSourceV2ScanRelation")
 def _of_batch(rows: DataFrame) -> dict[str, str]:
     ends: dict[str, str] = {}
     for relation in tables(rows._jdf.queryExecution().analyzed()):
-        pushes = rows.sparkSession.conf.get(PUSHDOWN, "false") == "true"
-        if pushes and "latest" in (relation.options().get("endingOffsets") or "latest"):
+        pushes = is_true(rows.sparkSession.conf.get(PUSHDOWN, "false"))
+        ending = relation.options().get("endingOffsets") or Edge.LATEST.value
+        if pushes and Edge.LATEST.value in ending.lower():
             raise ConfigError(
                 f"{PUSHDOWN} is true, so Spark plans each query with a filter again, and 'latest' "
                 "changes.",

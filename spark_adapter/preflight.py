@@ -32,6 +32,11 @@ def is_remote(given: object) -> bool:
     return type(given).__module__.startswith("pyspark.sql.connect")
 
 
+def is_true(setting: str | None) -> bool:
+    """Return whether a setting of Spark is on. Spark reads ``true`` in any case."""
+    return (setting or "").strip().lower() == "true"
+
+
 def check_workers(spark: SparkSession) -> None:
     """Check that the interpreter of the Python workers has the modules that keyshard needs.
 

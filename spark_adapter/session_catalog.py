@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from keyshard.core.topic_segments import SCALABLE, is_scalable
 from keyshard.errors import ConfigError
-from spark_adapter.preflight import is_before
+from spark_adapter.preflight import is_before, is_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,7 +55,7 @@ class SessionCatalog:
         self._catalog = spark_of._jsparkSession.sharedState().externalCatalog()
         self._warehouse = spark.conf.get("spark.sql.warehouse.dir")
         self._cluster = cluster
-        self.case_sensitive = spark.conf.get("spark.sql.caseSensitive") == "true"
+        self.case_sensitive = is_true(spark.conf.get("spark.sql.caseSensitive"))
         """Whether names that differ only in case are different names for Spark."""
         self._plain: Any = None
 

@@ -27,7 +27,7 @@ from keyshard.base_error import first_line
 from keyshard.core.option_checks import check_integer
 from keyshard.errors import ClusterError, ConfigError, KeyShardError
 from keyshard.threads import begin
-from spark_adapter.preflight import check_workers
+from spark_adapter.preflight import check_workers, is_true
 from spark_adapter.workers import registry
 from spark_adapter.workers.launcher import WorkerLauncher
 
@@ -284,7 +284,7 @@ def start_workers(spark: SparkSession, count: int) -> ExecutorWorkers:
             f"Spark is {context.master!r}, which has no executors beside the driver.",
             f"Set option 'workers' to 'processes:{count}' instead.",
         )
-    if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+    if is_true(context.getConf().get("spark.dynamicAllocation.enabled")):
         raise ConfigError(
             "spark.dynamicAllocation.enabled is true, and then Spark runs no barrier stage.",
             f"Set it to false, or set option 'workers' to 'processes:{count}'.",

@@ -1,16 +1,20 @@
-"""The check of the workers' interpreter: each error is named, with its remedy."""
+"""Checks of the workers' interpreter and of settings: each error is named, with its remedy."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from keyshard.errors import WorkerEnvironmentError
+from keyshard.errors import ConfigError, WorkerEnvironmentError
 from spark_adapter import preflight
+from spark_adapter.end_positions import PUSHDOWN, positions
 from spark_adapter.preflight import check_interpreter, check_workers
+from spark_adapter.session_catalog import SessionCatalog
+from spark_adapter.workers.executors import start_workers
 
 
 def script(path: Path, text: str) -> str:
@@ -68,3 +72,56 @@ def test_the_interpreter_of_the_session_is_the_one_checked() -> None:
 
 def test_a_session_without_a_context_checks_no_interpreter() -> None:
     check_workers(SimpleNamespace())  # type: ignore[arg-type]
+
+
+# -- Settings of Spark, which Spark reads in any case ----------------------------------------------
+
+
+def _read(setting: str, ending: str) -> Any:
+    """Return a DataFrame of a batch read, as far as ``positions()`` looks at it."""
+    leaf = SimpleNamespace(
+        getClass=lambda: SimpleNamespace(getSimpleName=lambda: "DataSourceV2Relation"),
+        table=lambda: SimpleNamespace(name=lambda: "keyshard"),
+        options=lambda: {"endingOffsets": ending},
+    )
+    leaves = SimpleNamespace(size=lambda: 1, apply=lambda _: leaf)
+    plan = SimpleNamespace(analyzed=lambda: SimpleNamespace(collectLeaves=lambda: leaves))
+    return SimpleNamespace(
+        _jdf=SimpleNamespace(queryExecution=lambda: plan),
+        isStreaming=False,
+        sparkSession=SimpleNamespace(conf={PUSHDOWN: setting}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "ending"), [("true", "latest"), ("TRUE", "latest"), ("true", "LATEST")]
+)
+def test_positions_of_a_read_that_spark_plans_again_are_refused(setting: str, ending: str) -> None:
+    """Issue: the setting TRUE and the option LATEST passed, and the positions were of no query."""
+    with pytest.raises(ConfigError, match="Spark plans each query with a filter again"):
+        positions(_read(setting, ending))
+
+
+def test_workers_refuse_dynamic_allocation_in_any_case() -> None:
+    """Issue: with the setting True, workers were started that Spark cannot run."""
+    context = SimpleNamespace(
+        master="spark://a:7077",
+        _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isLocal=lambda: False)),
+        getConf=lambda: {"spark.dynamicAllocation.enabled": "True"},
+    )
+    session: Any = SimpleNamespace(_sc=context)
+    with pytest.raises(ConfigError, match=r"spark\.dynamicAllocation\.enabled is true"):
+        start_workers(session, 2)
+
+
+@pytest.mark.parametrize(("setting", "sensitive"), [("TRUE", True), ("false", False)])
+def test_a_catalog_knows_whether_spark_ignores_case(setting: str, *, sensitive: bool) -> None:
+    """Issue: with the setting TRUE, topics with capitals got tables in lower case or none."""
+    session: Any = SimpleNamespace(
+        conf={"spark.sql.caseSensitive": setting},
+        _jvm=None,
+        _jsparkSession=SimpleNamespace(
+            sharedState=lambda: SimpleNamespace(externalCatalog=lambda: None)
+        ),
+    )
+    assert SessionCatalog(session, "pulsar://a:6650").case_sensitive is sensitive
