@@ -23,6 +23,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from keyshard.base_error import placed
 from keyshard.columns.buffers import numbers, texts
 from keyshard.core.metadata_columns import KEY_BYTES, MESSAGE_ID_BYTES
 from keyshard.errors import ConfigError, SchemaError
@@ -123,7 +124,8 @@ class PulsarDataSource(KeyShardDataSource):
             options, names, _ = translated(self.options, stream=stream)
         with as_spark_error(**names):
             source = parse_options(options) if stream else _bounded(options).source
-            return _renamed(schema_of(self._planned_for(source), source.metadata_columns))
+            with placed(source.place):
+                return _renamed(schema_of(self._planned_for(source), source.metadata_columns))
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """Return the reader of a batch. It plans when Spark asks for partitions."""

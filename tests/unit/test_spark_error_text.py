@@ -51,6 +51,21 @@ def test_a_wrong_option_is_reported_in_few_lines(
     assert has_error_form("\n".join(lines[-3:])), lines
 
 
+@pytest.mark.parametrize("kind", [KeyShardDataSource, PulsarDataSource])
+def test_an_error_of_the_schemas_names_the_source(
+    kind: type[DataSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue: with format("pulsar"), the error of load() named no topic."""
+
+    def unavailable(_: object) -> None:
+        raise BrokerUnavailableError("The broker does not answer.")
+
+    monkeypatch.setattr("spark_adapter.query_columns.plan_of", unavailable)
+    with pytest.raises(BrokerUnavailableError) as caught:
+        kind({"topic": "orders"}).schema()
+    assert caught.value.place == "source of persistent://public/default/orders"
+
+
 def shown_by_spark(error: KeyShardError) -> list[str]:
     """Return its lines without the frames of this file."""
     frames = error.__traceback__
