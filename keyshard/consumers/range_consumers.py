@@ -300,7 +300,7 @@ class RangeConsumers:
         with Pool(THREADS_MAX, "keyshard-subscribe") as pool:
             range_consumers = [
                 range_consumer
-                for range_consumer in pool.map(self._held, topic_partitions)
+                for range_consumer in pool.map(self._held, sorted(topic_partitions))
                 if range_consumer is not None
             ]
         held = {one.owned_range.topic_partition: [one] for one in range_consumers}
@@ -320,7 +320,7 @@ class RangeConsumers:
     def let_go(self, held: Collection[TopicPartition]) -> None:
         """Close the consumers that :meth:`hold` opened."""
         self._only_held -= set(held)
-        for topic_partition in held:
+        for topic_partition in sorted(held):
             for range_consumer in self.by_partition.pop(topic_partition, ()):
                 close_quietly(range_consumer.consumer)
 

@@ -99,7 +99,7 @@ class PartitionLifecycle:
             BrokerError: It is unknown.
         """
         order = self._shared.window.order
-        for parent in order.awaited():
+        for parent in sorted(order.awaited()):
             left = backlog(parent)
             if left == 0 or (left and self._has_rest(parent, left)):
                 order.end(parent)
@@ -195,7 +195,7 @@ class BoundedSegments:
         """
         if not self._of_run:
             return
-        topics = set(map(self._scalable.topic_of, self._of_run))
+        topics = sorted(set(map(self._scalable.topic_of, self._of_run)))
         existing = {where for topic in topics for where in self._scalable.partitions(topic)}
         gone = self._of_run - (existing - self._scalable.created_again)
         if gone:

@@ -19,12 +19,18 @@ from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
 from keyshard.broker.port import StartPosition
 from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.broker.topics import Catalog, look
+from keyshard.consumers import range_consumers
+from keyshard.consumers.range_consumers import RangeConsumers, _AbsentConsumer
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.partition_lifecycle import BoundedSegments
 from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import range_index
+from keyshard.core.ring.assignment import assign
+from keyshard.core.ring.hash_range import HashRange, range_index
 from keyshard.core.topic_segments import HASHES, SegmentGraph, SegmentOrder, TopicSegment
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import (
     AdminError,
     BrokerError,
@@ -837,3 +843,50 @@ def test_a_migrated_partition_belongs_to_its_topic_also_after_it_was_deleted(
     watch.report(graphs[1])
     assert old not in scalable.partitions(TOPIC)
     assert scalable.topic_of(old) == TOPIC
+
+
+SEGMENTS = [TopicPartition(f"segment://a/b/{name}/0000-ffff-0") for name in "cdefghijklmn"]
+
+
+def test_parents_and_topics_are_looked_at_in_their_order(topic: ScalableTopic) -> None:
+    """That of a set differs from process to process, and with it a simulated course."""
+    asked: list[Any] = []
+
+    class Scalable(ScalableTopics):
+        def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+            asked.append(topic)
+            return ()
+
+        def backlog(self, segment: TopicPartition) -> int | None:
+            asked.append(segment)
+            return 1
+
+    with topic.running(source_of()) as coordinator:
+        owned = coordinator.discovery._owned
+        scalable = Scalable(MemoryBroker(topic.cluster), None, "s")
+        owned.order({TopicPartition("segment://a/b/a/0000-ffff-0"): frozenset(SEGMENTS)})
+        owned.look_at_ends(scalable.backlog)
+        assert asked == SEGMENTS
+        asked.clear()
+        BoundedSegments(scalable, owned, SEGMENTS).look()
+        assert asked == [f"topic://a/b/{name}" for name in "cdefghijklmn"]
+
+
+def test_consumers_that_only_acknowledge_are_opened_and_closed_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(range_consumers, "THREADS_MAX", 1)
+    done: list[Any] = []
+    found = RangeConsumers(None, None, source_of(), assign(1), SegmentOrder())  # type: ignore[arg-type]
+
+    def opened(where: TopicPartition) -> RangeConsumer:
+        done.append(where)
+        one = OwnedRange(where, 0, HashRange(0, 65_535))
+        consumer = _AbsentConsumer(one)
+        monkeypatch.setattr(consumer, "close", lambda **_: done.append(where))
+        return RangeConsumer(one, consumer, ReceiverQueueSize(1, 1))
+
+    monkeypatch.setattr(found, "_held", opened)
+    found.hold(frozenset(SEGMENTS))
+    found.let_go(frozenset(SEGMENTS))
+    assert done == [*SEGMENTS, *SEGMENTS]
