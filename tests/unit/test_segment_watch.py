@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from keyshard.broker.wire import connection_pool
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.core.topic_segments import SegmentGraph, TopicSegment
 from keyshard.errors import (
+    AuthenticationError,
     AuthorizationError,
     BrokerError,
     BrokerUnavailableError,
@@ -270,6 +272,41 @@ def test_all_watches_share_a_connection_until_it_is_lost() -> None:
         wait_until(lambda: not second.is_open)
         assert client.watch_segments(TOPIC, lambda: None).is_open
         assert sessions[2] is not sessions[0]
+
+
+@pytest.mark.parametrize("prefix", [None, "topic://public/default/"])
+def test_a_watch_that_finds_expired_credentials_shows_new_ones_next(
+    monkeypatch: pytest.MonkeyPatch, prefix: str | None
+) -> None:
+    """A proxy refuses so, and leaves the connection open."""
+    sessions: list[Any] = []
+
+    def answer(session: Any, asked: Any) -> None:
+        sessions.append(session)
+        if session is not sessions[0] and prefix is None:
+            report(session, asked, 1, segment(0, 0, 65535))
+        elif session is not sessions[0]:
+            report_topics(session, asked, snapshot=api.ScalableTopicsSnapshot(topics=[]))
+        elif prefix is None:
+            refuse(3, b"Token expired")(session, asked)
+        else:
+            report_topics(session, asked, error=3, message=b"Token expired")
+
+    def watch() -> Any:
+        if prefix is None:
+            return client.watch_segments(TOPIC, lambda: None)
+        return client.watch_topics(prefix, lambda _: None)
+
+    with broker(answer) as (client, _):
+        with pytest.raises(AuthenticationError, match="Token expired"):
+            watch()
+        with pytest.raises(AuthenticationError, match="Token expired"):
+            watch()
+        assert len(set(map(id, sessions))) == 1, "fresh credentials are not shown again at once"
+        monkeypatch.setattr(connection_pool, "RETIRE_AGE_S", 0.0)
+        with pytest.raises(AuthenticationError, match="Token expired"):
+            watch()
+        assert watch().is_open
 
 
 def test_a_hash_that_no_open_segment_has_is_an_error() -> None:

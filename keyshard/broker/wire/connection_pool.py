@@ -370,19 +370,22 @@ class ConnectionPool:
     def retire(self, at: WireConnection) -> None:
         """Replace a connection, so that the next one uses new credentials.
 
-        The old connection stays open until its last consumer has gone.
+        The old connection stays open until its last consumer has gone. One of watches has none, and
+        ends at once.
         """
         with self._lock:
             young = time.monotonic() - at.opened_s < RETIRE_AGE_S
-            if young or self._open.get(at.address) is not at:
+            used = self._open.get(at.address) is at
+            if young or not (used or at in self._apart):
                 return
-            del self._open[at.address]
+            if used:
+                del self._open[at.address]
         self._put_apart(at)
 
     def _put_apart(self, at: WireConnection) -> None:
         """Use a connection for its handles only; it ends with the last of them."""
         with self._lock:
-            self._apart = [one for one in self._apart if one.is_open]
+            self._apart = [one for one in self._apart if one.is_open and one is not at]
             self._apart.append(at)
         at.retire()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.connection_pool import ConnectionPool
-from keyshard.broker.wire.errors import RefusedError
+from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import Frame, api
 from keyshard.broker.wire.requests import new_id
 from keyshard.core.topic_segments import HASHES, SCALABLE, SegmentGraph, TopicSegment
@@ -266,8 +266,10 @@ class ScalableWatches:
             raise BrokerUnavailableError(
                 f"The broker at {at.address} did not report {what}.", "Check its load."
             )
-        except BaseException:
+        except BaseException as exc:
             watch.close()
+            if isinstance(exc, RefusedError) and exc.code == NOT_AUTHENTICATED:
+                self._pool.retire(at)
             raise
 
     def _pushed(self, frame: Frame) -> None:
