@@ -24,7 +24,12 @@ from types import TracebackType
 from keyshard.broker.port import DEFAULT_READ_OPTIONS, OpensReaders, Reader, ReadOptions
 from keyshard.broker.unreadable_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    ChunkedMessageError,
+    UnreadableEntryError,
+)
 
 READ_WAIT_MS = 200
 """Longest wait of a Reader for its next messages, milliseconds."""
@@ -88,6 +93,7 @@ class Scan:
 
         Raises:
             UnreadableEntryError: An entry cannot be read, and ``unreadable`` is ``None``.
+            ChunkedMessageError: A message of the stretch is chunked.
             BrokerUnavailableError: The connection was lost; the next step uses another Reader
                 (retriable).
             BrokerError: The broker refused.
@@ -96,12 +102,12 @@ class Scan:
             return []
         try:
             blocks, at_end = self._step()
-        except UnreadableEntryError as exc:
+        except (UnreadableEntryError, ChunkedMessageError) as exc:
             if self._last is not None and entry_of(exc) > self._last:
                 self.position = max(self.position, entry_of(exc))
                 self.done = True
                 return []
-            if self._unreadable is None:
+            if self._unreadable is None or isinstance(exc, ChunkedMessageError):
                 self._close()
                 raise
             self._pass(entry_of(exc), exc)
@@ -129,11 +135,11 @@ class Scan:
             reader = self._broker.reader(self._topic_partition, self.position, self._how)
             self._reader = reader
             self._progress_s = time.monotonic()
-        refused: UnreadableEntryError | None = None
+        refused: UnreadableEntryError | ChunkedMessageError | None = None
         blocks: list[EntryBlock] = []
         try:
             blocks = reader.read(READ_WAIT_MS)
-        except UnreadableEntryError as exc:
+        except (UnreadableEntryError, ChunkedMessageError) as exc:
             refused = exc
         at_end = not blocks and refused is None and reader.at_end()
         if not reader.stayed_connected():

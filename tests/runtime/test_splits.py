@@ -222,6 +222,14 @@ def test_a_chunked_message_is_refused_by_name() -> None:
         topic.read(topic.plan())
 
 
+def test_a_chunked_message_after_the_planned_end_is_not_read() -> None:
+    """A Reader returns no marker, so a read that ends with one goes on to the next entry."""
+    topic = SplitTopic(1, 3)
+    planned = topic.plan()
+    topic.cluster.publish_chunked(topic.partitions[0], Message(b"x" * 10, "k"), 2)
+    assert topic.read(planned) == topic.ids
+
+
 def test_columns_that_are_not_selected_are_not_built(
     split_topic: SplitTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
