@@ -54,7 +54,8 @@ _log = logging.getLogger(__name__)
 class Reconnector:
     """One daemon thread that checks connections, and the threads of a retrier that subscribe.
 
-    A disconnected consumer is replaced only while no other thread opens or closes consumers.
+    No replacement begins while another thread opens or closes consumers. That thread does not wait
+    for one that runs: its consumer is closed if the range was dropped meanwhile.
 
     Args:
         broker: Connection to subscribe through.
@@ -193,11 +194,9 @@ class Reconnector:
             for one in long_away:
                 if self._stopping.is_set() or not self._changing.acquire(blocking=False):
                     break
+                self._changing.release()
                 tried = (one,)
-                try:
-                    replaced += self._replaced(one)
-                finally:
-                    self._changing.release()
+                replaced += self._replaced(one)
         except BrokerError as exc:
             _log.debug("no consumer was replaced: %s", exc.summary)
             of = {one.owned_range.topic_partition for one in tried}
@@ -225,12 +224,15 @@ class Reconnector:
         one.replace_at_s = time.monotonic() + random.uniform(*AWAY_S)
         was_forgotten = one.consumer.is_connected()
         try:
-            one.successor = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
+            made = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
         except (RangeConflictError, LimitReachedError):
-            if not was_forgotten:
+            if not was_forgotten and not one.dropped:
                 raise
-            # The broker has this consumer after all, and counts it.
+            # The broker has this consumer after all, and counts it; or a new range has its place.
             one.forgotten = None
+            return False
+        if not one.succeeded_by(made):
+            close_quietly(made)
             return False
         if was_forgotten:
             _log.warning(

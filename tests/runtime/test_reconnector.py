@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from keyshard.errors import (
 )
 from tests.helpers import DEADLINE_S, config, received, started, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
+from tests.support.deadlines import joined
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
 
@@ -327,6 +329,72 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_ope
     wait_until(lambda: not retrier._due or rescaled.error)
     rescaled.more(300)
     assert one.consumer is replacement
+    rescaled.check()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_ranges_move_while_a_look_up_for_a_lost_consumer_waits(make_source: MakeSource) -> None:
+    """1. A topic partition is away, and its broker does not answer. 2. Ranges move. 3. It answers,
+    when another consumer has the range.
+    """
+    rescaled = make_source()
+    rescaled.publish_many(100)
+    rescaled.more(100)
+    lost = newest(rescaled)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def wait(spec: SubscriptionSpec, _: object) -> None:
+        mine = spec.topic_partition, spec.hash_range
+        owned = lost.owned_range
+        if not asked.is_set() and mine == (owned.topic_partition, owned.hash_range):
+            asked.set()
+            go_on.wait(DEADLINE_S)
+
+    rescaled.subscribes.raises = wait
+    rescaled.broker.drop({lost.owned_range.topic_partition})
+    assert asked.wait(DEADLINE_S)
+    began_s = time.monotonic()
+    assert rescaled.rescaler.rescale(7).ranges_after == 7
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+    go_on.set()
+    wait_until(lambda: all_connected(rescaled))
+    assert lost.successor is None
+    rescaled.publish_many(100)
+    rescaled.check()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_consumer_that_was_subscribed_when_its_range_had_moved_is_closed(
+    make_source: MakeSource,
+) -> None:
+    rescaled = make_source()
+    rescaled.publish_many(100)
+    rescaled.more(100)
+    lost, subscribe = newest(rescaled), MemoryBroker.subscribe
+    made, go_on = threading.Event(), threading.Event()
+    late: list[Any] = []
+
+    def slow(spec: SubscriptionSpec, start: StartPosition) -> Any:
+        consumer = subscribe(rescaled.broker, spec, start)
+        mine = spec.topic_partition, spec.hash_range
+        owned = lost.owned_range
+        if not late and mine == (owned.topic_partition, owned.hash_range):
+            late.append(consumer)
+            made.set()
+            go_on.wait(DEADLINE_S)
+        return consumer
+
+    rescaled.broker.subscribe = slow  # type: ignore[method-assign]
+    rescaled.broker.drop({lost.owned_range.topic_partition})
+    assert made.wait(DEADLINE_S)
+    moving = threading.Thread(target=rescaled.rescaler.rescale, args=(7,))
+    moving.start()
+    wait_until(lambda: lost.dropped)
+    go_on.set()
+    joined(moving, DEADLINE_S)
+    assert {owner for owner, _ in rescaled.ring()} == set(range(7))
+    assert not late[0].is_connected()
+    rescaled.publish_many(100)
     rescaled.check()
 
 
