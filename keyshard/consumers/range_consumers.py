@@ -158,7 +158,9 @@ class RangeConsumers:
         return [
             *made,
             *(
-                RangeConsumer(one, _AbsentConsumer(one), make_queue(), lacking=True)
+                RangeConsumer(
+                    one, _AbsentConsumer(one), make_queue(), lacking=True, subscribed_s=None
+                )
                 for one in owned_ranges
                 if one not in present
             ),

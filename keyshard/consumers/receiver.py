@@ -72,8 +72,8 @@ class RangeConsumer:
     """Whether it no longer owns its range. Set under ``changing``."""
     changing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a successor is set, or the range is dropped."""
-    subscribed_s: float = field(default_factory=time.monotonic)
-    """Monotonic time of its first subscription."""
+    subscribed_s: float | None = field(default_factory=time.monotonic)
+    """Monotonic time of its first subscription; ``None`` if its topic partition did not exist."""
 
     def succeeded_by(self, consumer: Consumer) -> bool:
         """Set the successor, unless the range was dropped; return whether it was set."""

@@ -142,7 +142,7 @@ class Pause:
     range_index: int
     hash_range: HashRange
     pause_ms: float
-    """From the intent until it was subscribed in every topic partition, milliseconds."""
+    """From the intent until it was subscribed in every existing topic partition, milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +424,8 @@ def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...
     ends: dict[tuple[int, HashRange], float] = {}
     for one in opened:
         name = one.owned_range.range_index, one.owned_range.hash_range
-        ends[name] = max(ends.get(name, 0.0), one.subscribed_s)
+        if one.subscribed_s is not None:
+            ends[name] = max(ends.get(name, 0.0), one.subscribed_s)
     return tuple(
         Pause(*name, round(1_000 * (end_s - began_s), 3)) for name, end_s in sorted(ends.items())
     )

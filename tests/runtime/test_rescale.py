@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -269,6 +270,29 @@ def test_a_topic_that_was_deleted_just_before_a_rescale_does_not_end_the_others(
         changing.publish("stays", 4)
         received(coordinator, changing.sent.total())
         wait_until(lambda: not coordinator.status()["connectionError"])
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_deleted_topic_does_not_count_in_the_pauses_of_a_rescale() -> None:
+    """Its ranges have no consumer, and one range of another topic is subscribed late."""
+    changing = ChangingTopics()
+    for topic in ("gone", "stays"):
+        changing.cluster.create_topic(topic, 2)
+
+    def subscribe(call: Callable[..., Consumer], spec: SubscriptionSpec, *args: object) -> Consumer:
+        made = call(spec, *args)
+        if spec.hash_range.start == 0:
+            time.sleep(2.0)
+        return made
+
+    broker = faulty(MemoryBroker(changing.cluster), subscribe=subscribe)
+    source = changing.source(["gone", "stays"])
+    with running(changing.cluster, source, connect=lambda: broker) as coordinator:
+        changing.cluster.delete_topic(PREFIX + "gone")
+        report = coordinator.rescaler(FakeWork(), 5.0).rescale(8)
+        assert len(report.pauses) == 8
+        late = {pause.hash_range.start for pause in report.pauses if pause.pause_ms >= 2_000}
+        assert late == {0}
 
 
 def test_a_topic_that_is_deleted_while_a_rescale_subscribes_holds_up_no_other() -> None:
