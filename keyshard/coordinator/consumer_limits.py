@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from keyshard.broker.admin.port import Admin
@@ -13,6 +13,9 @@ from keyshard.core.refused_limits import ConsumerLimits, limit_reached
 from keyshard.core.topic_segments import topic_of
 from keyshard.errors import AdminError, AuthorizationError
 from keyshard.redaction import listed
+
+ASKED_MAX = 8
+"""Topics of a namespace that are asked for until one has an answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ def check_consumer_limits(
 ) -> None:
     """Check that the broker has room for all consumers of a source, if nobody else is connected.
 
-    One topic of each namespace is asked for; the broker itself refuses those with other limits.
+    One topic of each namespace counts; the broker itself refuses those with other limits.
 
     Args:
         admin: Admin REST interface; ``None``: the broker itself refuses later.
@@ -40,13 +43,14 @@ def check_consumer_limits(
     if admin is None:
         return
     # A pattern may match thousands of topics, and few have limits of their own.
-    one_of_each = {namespace_of(one.topic): topic_of(one) for one in topic_partitions}
-    for topic in sorted(one_of_each.values()):
-        try:
-            limits = ConsumerLimits(*retry_until(partial(admin.consumer_limits, topic), timeout_s))
-        except (AdminError, AuthorizationError) as exc:
-            _log.info("the limits of consumers are unknown: %s", exc.summary)
-            return
+    by_namespace: dict[str, set[str]] = {}
+    for one in topic_partitions:
+        by_namespace.setdefault(namespace_of(one.topic), set()).add(topic_of(one))
+    for _, topics in sorted(by_namespace.items()):
+        answer = _first_limits(admin, sorted(topics), timeout_s)
+        if answer is None:
+            continue
+        topic, limits = answer
         if limits.unknown:
             _log.info(
                 "the role may not read %s of the broker for %s", listed(limits.unknown), topic
@@ -56,3 +60,26 @@ def check_consumer_limits(
             limit, most = found
             failed = f"Could not open {consumers} consumers in each topic partition of {topic}"
             raise limit_reached(limit, failed, topic, f"it is {most}")
+
+
+def _first_limits(
+    admin: Admin, topics: Sequence[str], timeout_s: float
+) -> tuple[str, ConsumerLimits] | None:
+    """Return the first topic whose limits are known, and them. Some may have been deleted."""
+    for topic in topics[:ASKED_MAX]:
+        found = _limits_of(admin, topic, timeout_s)
+        if isinstance(found, ConsumerLimits):
+            return topic, found
+        _log.info("the limits of consumers are unknown: %s", found.summary)
+        if isinstance(found, AuthorizationError):
+            break
+    return None
+
+
+def _limits_of(
+    admin: Admin, topic: str, timeout_s: float
+) -> ConsumerLimits | AdminError | AuthorizationError:
+    try:
+        return ConsumerLimits(*retry_until(partial(admin.consumer_limits, topic), timeout_s))
+    except (AdminError, AuthorizationError) as exc:
+        return exc

@@ -427,7 +427,7 @@ class UnacknowledgedLimits(NamedTuple):
 def unacknowledged_limits(
     admin: Admin | None, topic_partitions: Iterable[TopicPartition], timeout_s: float
 ) -> UnacknowledgedLimits:
-    """Return the lowest limits of some topics, or the broker's defaults if they are unknown.
+    """Return the lowest limits of some topics; unknown ones count as the broker's defaults.
 
     Raises:
         BrokerUnavailableError: No answer within ``timeout_s`` seconds.
@@ -435,14 +435,15 @@ def unacknowledged_limits(
     topics = set(map(topic_of, topic_partitions))
     if admin is None or not topics:
         return UnacknowledgedLimits()
-    try:
-        limits = [
-            retry_until(partial(admin.unacknowledged_limits, topic), timeout_s)
-            for topic in sorted(topics)
-        ]
-    except (AdminError, AuthorizationError) as exc:
-        _log.warning("the limits of the broker are unknown, so its defaults apply: %s", exc.summary)
-        return UnacknowledgedLimits()
+    limits: list[tuple[int, int]] = []
+    for topic in sorted(topics):
+        try:
+            limits.append(retry_until(partial(admin.unacknowledged_limits, topic), timeout_s))
+        except (AdminError, AuthorizationError) as exc:  # noqa: PERF203 - it may be deleted
+            _log.warning("limits of %s are unknown, so defaults apply: %s", topic, exc.summary)
+            limits.append(UnacknowledgedLimits())
+            if isinstance(exc, AuthorizationError):
+                break
     per_consumer, per_subscription = zip(*limits, strict=True)
     return UnacknowledgedLimits(
         min(filter(None, per_consumer), default=0), min(filter(None, per_subscription), default=0)

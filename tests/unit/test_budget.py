@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyshard.coordinator.startup import UnacknowledgedLimits, unacknowledged_limits, window_budget
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
 from tests.helpers import P0, FakeAdmin, config
 from tests.support.faulty_broker import ScriptedCall, answering, faulty
@@ -30,6 +31,13 @@ def test_a_broker_that_stays_away_is_an_error() -> None:
 def test_default_limits_hold_if_the_broker_refuses_to_tell_its_limits() -> None:
     admin = admin_with(AdminError("forbidden"))
     assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits()
+
+
+def test_a_deleted_topic_leaves_the_limits_of_the_others_known() -> None:
+    """A rescale may come before the source has noticed the deletion."""
+    admin = admin_with(AdminError("Topic not found"))
+    others = [TopicPartition("persistent://public/default/z")]
+    assert unacknowledged_limits(admin, [P0, *others], 10.0) == UnacknowledgedLimits(100, 300)
 
 
 def test_the_budget_stays_below_the_limits() -> None:

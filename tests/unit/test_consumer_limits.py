@@ -17,6 +17,7 @@ from keyshard.consumers.receiver import OwnedRange
 from keyshard.consumers.subscribe import open_range_consumers
 from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.core.diagnosis import Level, judge_consumers
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import ConsumerState, SubscriptionState
@@ -119,6 +120,23 @@ def test_a_role_that_may_not_see_the_limits_starts_without_the_check() -> None:
     forbidden = ScriptedCall(raises=AdminError("It is not yours."))
     check_consumer_limits(faulty(FakeAdmin(), consumer_limits=forbidden), [P0], 3, 1.0)
     assert forbidden.raised
+
+
+@pytest.mark.parametrize(
+    "names", [("a/a/gone", "a/b/stays"), ("a/b/gone", "a/b/stays"), ("a/b/stays", "a/b/gone")]
+)
+def test_a_deleted_topic_leaves_the_limits_of_the_others_known(names: tuple[str, ...]) -> None:
+    """A rescale may come before the source has noticed the deletion."""
+
+    def limits(_: object, topic: str) -> tuple[int, int]:
+        if topic.endswith("gone"):
+            raise AdminError("Topic not found")
+        return 2, 0
+
+    admin = faulty(FakeAdmin(), consumer_limits=limits)
+    topics = [TopicPartition(f"persistent://{name}") for name in names]
+    with pytest.raises(LimitReachedError, match="it is 2"):
+        check_consumer_limits(admin, topics, 3, 1.0)
 
 
 def test_a_start_without_a_check_of_a_limit_names_the_limit_in_the_log(
