@@ -204,7 +204,7 @@ def _check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> N
 THREADS_MAX = 8
 """Topic partitions audited at the same time."""
 LOST_COUNTED_MAX = 10_000
-"""Lost entries of a topic partition that are counted exactly; more are not."""
+"""Lost entries of a topic partition from which on no more are counted."""
 
 
 @dataclass(slots=True)
@@ -215,8 +215,7 @@ class Audited:
     acknowledged: dict[TopicPartition, EntrySet] = field(default_factory=dict)
     """Lost entries that another consumer acknowledged."""
     entries_lost: int = 0
-    """Entries that another consumer acknowledged or that are no longer stored, if that is not an
-    error."""
+    """Entries acknowledged elsewhere or no longer stored, if that is not an error."""
 
 
 def audit(
@@ -281,27 +280,28 @@ def audit(
         first = first_messages.get(topic_partition)
         if first is not None and _lies_before(broker, topic_partition, first, lost, deadline):
             lost -= EntrySet.of([EntryId(*first[:2])])
-        return _Looked(proofs, lost, trimmed)
+        return _Looked(proofs, lost, trimmed, found.complete)
 
     names = tuple(where for where in topic_partitions if where in known)
     with Pool(THREADS_MAX, "keyshard-audit") as pool:
         looked = list(pool.map(look_at, names))
-    for topic_partition, (proofs, lost, trimmed) in zip(names, looked, strict=True):
-        result.proofs[topic_partition] = proofs
-        result.acknowledged[topic_partition] = lost
+    for where, (proofs, lost, trimmed, complete) in zip(names, looked, strict=True):
+        result.proofs[where] = proofs
+        result.acknowledged[where] = lost
         losses: list[tuple[KeyShardError, int]] = []
         if trimmed:
             proofs.resolved |= trimmed.entries
-            error = without_subscription(topic_partition, config.subscription, trimmed)
+            error = without_subscription(where, config.subscription, trimmed)
             losses.append((error, trimmed.least))
         elif trimmed is not None:
             _log.info(
                 "no subscription %r of %s has retained entries since the checkpoint, but the "
                 "broker still stores all of them",
-                config.subscription, topic_partition,
+                config.subscription, where,
             )  # fmt: skip
         if lost:
-            losses.append((acked_elsewhere(topic_partition, config.subscription, lost), len(lost)))
+            elsewhere = acked_elsewhere(where, config.subscription, lost, complete=complete)
+            losses.append((elsewhere, len(lost)))
         for loss, count in losses:
             if config.fail_on_data_loss:
                 raise loss
@@ -359,6 +359,7 @@ class _Looked(NamedTuple):
     """Stored entries that another consumer acknowledged."""
     trimmed: Trimmed | None = None
     """Entries that are no longer stored, if the subscription is not that of the checkpoint."""
+    complete: bool = True  # whether ``acknowledged`` has all such entries
 
 
 def _now_ms() -> int:

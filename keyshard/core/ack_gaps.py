@@ -341,11 +341,19 @@ def without_subscription(
 
 
 def acked_elsewhere(
-    topic_partition: TopicPartition, subscription: str, lost: EntrySet
+    topic_partition: TopicPartition, subscription: str, lost: EntrySet, *, complete: bool = True
 ) -> DataLossAckedElsewhereError:
-    """Return the error that names entries acknowledged by another application."""
+    """Return the error that names entries acknowledged by another application.
+
+    Args:
+        topic_partition: Their topic partition.
+        subscription: The subscription.
+        lost: The entries.
+        complete: Whether these are all.
+    """
     return DataLossAckedElsewhereError(
-        f"{len(lost)} entries of {topic_partition} are acknowledged for {subscription!r}, but are "
+        f"{'' if complete else 'At least '}{len(lost)} entries of {topic_partition} are "
+        f"acknowledged for {subscription!r}, but are "
         f"in no batch of this checkpoint, first {str(lost)[:IDS_SHOWN_MAX]}. The checkpoint is "
         "an older copy, or another client acknowledged, skipped or expired the entries.",
         "Restore the newest checkpoint. To accept the loss, set fail_on_data_loss to false.",

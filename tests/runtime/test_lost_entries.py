@@ -11,6 +11,7 @@ import pytest
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.coordinator import startup
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.core.position.checkpoint import Checkpoint
@@ -117,6 +118,19 @@ def test_a_restored_older_checkpoint_is_data_loss_with_count_and_first_ids(
         pass
     assert caught.value.facts["count"] == 10
     with running(gap_topic.cluster, gap_topic.source(), ends[2], admin=gap_topic.admin):
+        pass
+
+
+def test_a_loss_that_is_not_counted_to_its_end_is_named_so(
+    gap_topic: GapTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyshard.broker.memory.client.READ_MESSAGES_MAX", 2)
+    monkeypatch.setattr(startup, "LOST_COUNTED_MAX", 3)
+    ends = committed(gap_topic, 3)
+    with (
+        pytest.raises(DataLossAckedElsewhereError, match=r"At least 4 entries .* first 1:20-23"),
+        running(gap_topic.cluster, gap_topic.source(), ends[1], admin=gap_topic.admin),
+    ):
         pass
 
 
