@@ -158,7 +158,10 @@ class Reconnector:
             self._retrier.until_true(partial(self._replaced_all, long_away))
 
     def _long_away(self) -> list[RangeConsumer]:
-        """Return the consumers to replace, those that have waited longest for an attempt first."""
+        """Return the consumers to replace, those that have waited longest for an attempt first.
+
+        So one that cannot be subscribed delays others by one attempt at most.
+        """
         now_s = time.monotonic()
         long: list[RangeConsumer] = []
         for where in self._range_consumers.consumed:

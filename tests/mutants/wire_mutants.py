@@ -184,7 +184,7 @@ OF_WIRE = (
     ),
     Mutant(
         name="try first the consumer that failed just now",
-        promise="No stall: a topic partition without a broker delays no reconnect to others.",
+        promise="No stall: a consumer that cannot be subscribed delays others by one attempt.",
         edits=(
             Edit(
                 "keyshard/consumers/reconnector.py",
