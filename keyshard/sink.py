@@ -201,12 +201,15 @@ class KeyShardSink(SinkConfig):
         new: bool = False,
         claim: Claim | None = None,
         asks_admin: bool = False,
+        order_by: Collection[str] = (),
     ) -> WriteReport:
         """Write rows exactly once; see :func:`keyshard.publishing.batch_writer.write`.
 
         Args:
             asks_admin: Whether to ask the admin interface, once for each topic, if the broker
                 deduplicates it.
+            order_by: Columns that ordered the rows. Those that are neither message columns nor
+                fields of the schema of a topic are not written to it.
         """
         from keyshard.publishing.batch_writer import write  # noqa: PLC0415
 
@@ -217,7 +220,7 @@ class KeyShardSink(SinkConfig):
             )
         check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
         check_integer("partition", partition, 0, BATCH_ID_MAX)
-        topics = self._outgoing(batch)
+        topics = self._outgoing(batch, order_by)
         if asks_admin and self.delivery_guarantee == EXACTLY_ONCE:
             self._state.check_deduplication(self, topics)
         name = f"{self.sink_id}-{partition}"
@@ -238,19 +241,23 @@ class KeyShardSink(SinkConfig):
         counts.note_batch(report.already_stored)
         return report
 
-    def _check_batch(self, batch: pa.RecordBatch | pa.Table) -> None:
-        """Check rows as :meth:`write_batch` does before the first one, and send none."""
+    def _check_batch(
+        self, batch: pa.RecordBatch | pa.Table, order_by: Collection[str] = ()
+    ) -> None:
+        """Check rows as :meth:`_write_batch` does before the first one, and send none."""
         from keyshard.publishing.preflight import check_rows  # noqa: PLC0415
 
-        check_rows(self._state.broker(self), self, self._outgoing(batch))
+        check_rows(self._state.broker(self), self, self._outgoing(batch, order_by))
 
-    def _outgoing(self, batch: pa.RecordBatch | pa.Table) -> dict[str, Outgoing]:
+    def _outgoing(
+        self, batch: pa.RecordBatch | pa.Table, order_by: Collection[str]
+    ) -> dict[str, Outgoing]:
         """Return the rows of each topic as messages, by its full name."""
         from keyshard.columns.routing import by_topic  # noqa: PLC0415
 
         values = self._state.values(self)
         return {
-            topic: values.outgoing(topic, rows)
+            topic: values.outgoing(topic, rows, order_by)
             for topic, rows in by_topic(batch, self.topic).items()
         }
 

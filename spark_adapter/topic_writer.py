@@ -80,7 +80,9 @@ class TopicWrite:
         if rows is None:
             return WriteReport(0, 0, 0, 0)
         with self.options.named(identity) as sink:
-            return sink._write_batch(rows, batch_id, partition, new=new, claim=claim)
+            return sink._write_batch(
+                rows, batch_id, partition, new=new, claim=claim, order_by=self.options.order_by
+            )
 
     def stage(
         self, batches: Iterator[pa.RecordBatch], identity: str, batch_id: int, context: TaskContext
@@ -96,7 +98,7 @@ class TopicWrite:
             batch = self.batch(identity, batch_id)
             if not batch.is_decided():
                 with self.options.named(identity) as sink:
-                    sink._check_batch(rows)
+                    sink._check_batch(rows, self.options.order_by)
             file = batch.stage(rows, partition)
         return Staged(identity, file, context.attemptNumber())
 
@@ -129,7 +131,12 @@ class TopicWrite:
             with self.options.named(identity) as sink:
                 reports = [
                     sink._write_batch(
-                        batch.read(file), batch_id, file.partition, new=not stream, claim=claim
+                        batch.read(file),
+                        batch_id,
+                        file.partition,
+                        new=not stream,
+                        claim=claim,
+                        order_by=self.options.order_by,
                     )
                     for file in files
                 ]

@@ -19,7 +19,7 @@ from pyspark.sql.types import (
 )
 
 from keyshard import Connection, KeyShardSink
-from keyshard.columns.outgoing import COLUMNS, EVENT_TIME, TOPIC, VALUE, check_types
+from keyshard.columns.outgoing import EVENT_TIME, TOPIC, VALUE, check_types
 from keyshard.config.connection_names import fields_of
 from keyshard.config.field_types import of_type
 from keyshard.config.sink import SINK_ID_MAX, SinkConfig
@@ -64,7 +64,8 @@ class WriteOptions(NamedTuple):
     order_by: tuple[str, ...]
     """Columns that order the rows of each key."""
     kept: tuple[str, ...]
-    """Columns that are written."""
+    """Columns that the tasks need. If each row names its topic, the tasks leave out those that only
+    order the rows, by the schema of each topic."""
     exclusive: bool = False
     """Whether ``sinkId`` is given, so that one streaming query at most has it."""
     staging: str | None = None
@@ -245,7 +246,7 @@ def _has_variant(kind: DataType) -> bool:
 def fitted(sink: KeyShardSink, schema: StructType, order_by: tuple[str, ...]) -> WriteOptions:
     """Check columns and topic before the first row.
 
-    The topics of column ``__topic`` are not known here; the tasks check them.
+    The topics of column ``__topic`` are not known here; the tasks check them and their schemas.
 
     Raises:
         KeyShardError: A column does not fit, or the topic cannot be written.
@@ -256,14 +257,11 @@ def fitted(sink: KeyShardSink, schema: StructType, order_by: tuple[str, ...]) ->
     values, routed = Values(sink), TOPIC in columns.names
     if routed and sink.value_format != "raw":
         return WriteOptions(sink, order_by, tuple(columns.names))
-    fields = values.fields(sink.topic, columns)
-    kept = tuple(
-        name for name in columns.names if name in COLUMNS or name in fields or name not in order_by
-    )
-    rows = pa.Table.from_batches([], schema=columns).select(list(kept))
+    kept = values.kept(sink.topic, columns, order_by)
+    rows = pa.Table.from_batches([], schema=columns).select(kept)
     made = values.outgoing(sink.topic, rows)
     if not routed:
         check_topics(sink, [sink.topic], made.schema)
     if made.schema is None and sink.value_format == "auto":  # the tasks need not ask for a schema
         sink = replace(sink, value_format="raw", register_schema=False)
-    return WriteOptions(sink, order_by, kept)
+    return WriteOptions(sink, order_by, tuple(kept))

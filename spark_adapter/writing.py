@@ -96,6 +96,7 @@ def write_batch(
         write.named(query) if query else write.sink,
         write.claim(query) if query else None,
         batch_id,
+        write.order_by,
     )
     with warnings.catch_warnings():
         # mapInArrow() does not use pandas, but PySpark warns about the version of pandas here.
@@ -128,7 +129,11 @@ def _query_of(df: DataFrame) -> str | None:
 
 
 def _write(
-    sink: KeyShardSink, claim: Claim | None, batch_id: int, batches: Iterable[pa.RecordBatch]
+    sink: KeyShardSink,
+    claim: Claim | None,
+    batch_id: int,
+    order_by: Sequence[str],
+    batches: Iterable[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
     exempt_imports()
     context = TaskContext.get()
@@ -138,8 +143,9 @@ def _write(
         return
     with sink:
         report = sink._write_batch(
-            pa.Table.from_batches(parts), batch_id, context.partitionId(), claim=claim
-        )
+            pa.Table.from_batches(parts), batch_id, context.partitionId(), claim=claim,
+            order_by=order_by,
+        )  # fmt: skip
     yield pa.RecordBatch.from_pylist(
         [
             {

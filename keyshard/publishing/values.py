@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,15 @@ class Values:
         self._encoders: dict[str, tuple[TopicSchema, Encoder] | None] = {}
         """By topic; ``None`` for a topic without a schema."""
 
-    def outgoing(self, topic: str, rows: pa.RecordBatch | pa.Table) -> Outgoing:
+    def outgoing(
+        self, topic: str, rows: pa.RecordBatch | pa.Table, order_by: Collection[str] = ()
+    ) -> Outgoing:
         """Return rows as messages.
 
         Args:
             topic: Full name of the topic.
             rows: Columns of a message, and those of the value.
+            order_by: Columns that ordered the rows; see :meth:`kept`.
 
         Raises:
             ConfigError: A column does not fit.
@@ -50,6 +53,8 @@ class Values:
         """
         batch = one_batch(rows)
         check_names(batch.schema.names)
+        if order_by:
+            batch = batch.select(self.kept(topic, batch.schema, order_by))
         if self._config.value_format == "raw":
             return outgoing_of(batch)
         of_value = _of_value(batch.schema.names)
@@ -88,21 +93,32 @@ class Values:
         )
         return replace(outgoing_of(message), schema=schema)
 
-    def fields(self, topic: str, columns: pa.Schema) -> frozenset[str]:
-        """Return the fields of the schema of a topic; empty if values have none.
+    def kept(self, topic: str, columns: pa.Schema, order_by: Collection[str]) -> list[str]:
+        """Return the columns that are written to a topic: not those that only order the rows.
 
         Args:
             topic: Full name of the topic.
             columns: Columns of the rows, of which a schema may be made.
+            order_by: Columns that order the rows. Message columns and fields of the schema are
+                written nevertheless.
 
         Raises:
             KeyShardError: As in :meth:`outgoing`.
         """
+        fields = self._fields(topic, columns)
+        return [
+            name
+            for name in columns.names
+            if name in COLUMNS or name in fields or name not in order_by
+        ]
+
+    def _fields(self, topic: str, columns: pa.Schema) -> Collection[str]:
+        """Return the fields of the schema of a topic; empty if values have none."""
         if self._config.value_format == "raw":
-            return frozenset()
+            return ()
         of_value = [columns.field(name) for name in _of_value(columns.names)]
         found = self._encoder(topic, pa.schema(of_value))
-        return frozenset(() if found is None else found[1].slot.fields)
+        return () if found is None else found[1].slot.fields
 
     def _encoder(self, topic: str, columns: pa.Schema) -> tuple[TopicSchema, Encoder] | None:
         if topic not in self._encoders:

@@ -271,7 +271,7 @@ OF_SINK = (
         edits=(
             Edit(
                 "spark_adapter/topic_writer.py",
-                "                    sink._check_batch(rows)\n",
+                "                    sink._check_batch(rows, self.options.order_by)\n",
                 "                    pass\n",
             ),
         ),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyspark import TaskContext
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from keyshard import KeyShardSink
 from keyshard.broker.memory import MemoryCluster
+from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SinkIdInUseError
 from spark_adapter import writing
 from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import NAMES_KEPT_S, KeyShardBatchWriter, TopicWrite
-from spark_adapter.write_options import QUERY_ID, WriteOptions
+from spark_adapter.write_options import QUERY_ID, WriteOptions, fitted
 from spark_adapter.writing import write_batch
 
 ROWS = pa.record_batch({"value": [b"1", b"2", b"3"], "__key": ["a", "b", "a"]})
@@ -52,9 +55,18 @@ class Target:
             assert entry is not None
             self._cluster.forget_producer(where, entry.producer)
 
-    def values(self) -> list[bytes | None]:
-        """All stored values."""
-        (where,) = self._cluster.partitions(self.topic)
+    def create_topic(self, name: str, fields: list[str]) -> str:
+        """Create a topic with a schema of JSON objects that have these integers."""
+        topic = self._cluster.create_topic(name)
+        self._cluster.deduplicate(topic)
+        record = [{"name": one, "type": "long"} for one in fields]
+        definition = json.dumps({"type": "record", "name": "R", "fields": record})
+        self._cluster.schemas[topic] = [TopicSchema("JSON", definition.encode())]
+        return topic
+
+    def values(self, topic: str | None = None) -> list[bytes | None]:
+        """All stored values of a topic."""
+        (where,) = self._cluster.partitions(topic or self.topic)
         log = self._cluster.log(where)
         entries = [log.get(ordinal) for ordinal in range(len(log))]
         return [one.value for entry in entries if entry is not None for one in entry.messages]
@@ -196,3 +208,29 @@ def test_a_commit_logs_the_counts_of_the_batch(
         "batch 7 is stored (exactly-once): 6 rows in 2 tasks, of which 3 were stored before; "
     )
     assert "entries (1.0 messages each), all confirmed; 2 retries; slowest: persistent://" in line
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("writer_kind", [KeyShardStreamWriter, KeyShardBatchWriter])
+def test_columns_that_only_order_rows_are_left_out_of_each_topic(
+    target: Target, task: Any, writer_kind: Any, tmp_path: Path, *, staged: bool
+) -> None:
+    """Each topic has a schema of its own, which may have the column or not."""
+    with_order = target.create_topic("with", ["n", "seq"])
+    without = target.create_topic("without", ["n"])
+    columns = StructType(
+        [
+            StructField("__topic", StringType()),
+            StructField("n", LongType()),
+            StructField("seq", LongType()),
+        ]
+    )
+    sink = KeyShardSink("__topic", sink_id="spark", service_url=target.url, value_format="auto")
+    options = fitted(sink, columns, ("seq",))
+    write = TopicWrite(options._replace(staging=str(tmp_path) if staged else None))
+    rows = {"__topic": [without, with_order] * 2, "n": [4, 3, 2, 1], "seq": [4, 3, 2, 1]}
+    writer = writer_kind(write)
+    stored = writer.write(iter([pa.record_batch(rows)]))
+    writer.commit([stored], *([7] if writer_kind is KeyShardStreamWriter else []))
+    assert target.values(without) == [b'{"n":2}', b'{"n":4}']
+    assert target.values(with_order) == [b'{"n":1,"seq":1}', b'{"n":3,"seq":3}']
