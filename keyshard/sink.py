@@ -149,7 +149,7 @@ class KeyShardSink(SinkConfig):
         return await asyncio.wrap_future(sent)
 
     def flush(self) -> None:
-        """Wait until all sent messages are confirmed, or have failed.
+        """Wait until all messages that were sent before are confirmed, or have failed.
 
         Raises:
             KeyShardError: A message has failed since the last flush.

@@ -347,7 +347,7 @@ class EntryProducer(Protocol):
         """
 
     def flush(self) -> None:
-        """Wait until everything is confirmed, or has failed.
+        """Wait until everything that was published before is confirmed, or has failed.
 
         Raises:
             BrokerError: The producer has ended.

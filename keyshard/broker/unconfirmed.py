@@ -49,6 +49,8 @@ class Pending:
     """The encoded entry."""
     deadline_s: float = 0.0
     done: Future[EntryId | None] = field(default_factory=LightFuture)
+    number: int = 0
+    """Number of entries that were added before it."""
 
     @property
     def last(self) -> int:
@@ -102,6 +104,8 @@ class Unconfirmed:
         self._unsure = False
         """Whether others may have published under the name since the caller read the topic."""
         self.messages = self.bytes = 0
+        self.added = 0
+        """Entries so far."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,6 +119,10 @@ class Unconfirmed:
     def deadline_s(self) -> float | None:
         """Deadline of the oldest entry, monotonic seconds; ``None`` without entries."""
         return self._entries[0].deadline_s if self._entries else None
+
+    def holds(self, below: int) -> bool:
+        """Return whether one of the first ``below`` entries so far is unconfirmed."""
+        return bool(self._entries) and self._entries[0].number < below
 
     @property
     def proved(self) -> bool:
@@ -140,6 +148,7 @@ class Unconfirmed:
             self._begun = True
             self._relied_on = entry.first if self._named and entry.first <= self._seen else None
         self._check_relied_on(self._last)
+        entry.number, self.added = self.added, self.added + 1
         self._entries.append(entry)
         self._count(entry, 1)
         if entry.first <= self._last and self._probe is None:

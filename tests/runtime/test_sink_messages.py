@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -13,8 +14,10 @@ import pytest
 
 from keyshard import KeyShardSink, MessageId
 from keyshard.broker.connect import connect
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, PublishOptions
+from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -224,3 +227,27 @@ def test_a_producer_that_has_ended_takes_no_message_of_others_with_it(world: Sin
     released.join()
     lost = {key for key, future in sent.items() if future.exception(0) is not None}
     assert lost == {key for key in keys if writer._partition_of(key) == ended}
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_flush_waits_only_for_messages_that_were_sent_before() -> None:
+    """Other threads send all the time, so some messages are always unconfirmed."""
+    world, flushed = SinkTopic(), threading.Event()
+    first, *_ = world.cluster.partitions(world.topic)
+    world.cluster.hold_writes(first)
+    producer = connect(Connection(world.url)).entry_producer(first, PublishOptions())
+    before = producer.publish([OutgoingMessage(b"1", "k")], 0)
+
+    def flush() -> None:
+        producer.flush()
+        flushed.set()
+
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    time.sleep(1)
+    later = producer.publish([OutgoingMessage(b"2", "k")], 1)
+    assert not flushed.wait(1)
+    producer._confirmed(1, 0, EntryId(0, 0))  # type: ignore[attr-defined]
+    flushing.join(deadline(5))
+    assert (before.done(), flushed.is_set(), later.done()) == (True, True, False)
+    producer.close()

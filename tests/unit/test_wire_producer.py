@@ -263,3 +263,51 @@ def test_a_flush_returns_when_every_future_is_resolved(
     for thread in threads:
         thread.join(DEADLINE_S)
     assert flushed.is_set()
+
+
+def test_a_flush_waits_only_for_entries_that_were_published_before(
+    broker: NamingBroker, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread publishes all the time, so the queue is never empty."""
+    broker.stalled = True
+    producer = WireProducer(shared, WHERE, PublishOptions())
+    producer.open()
+    began, flushed, wait = threading.Event(), threading.Event(), producer._changed.wait
+
+    def waiting(timeout_s: float | None = None) -> bool:
+        began.set()
+        return wait(timeout_s)
+
+    def flush() -> None:
+        producer.flush()
+        flushed.set()
+
+    def confirm(*numbers: int) -> None:
+        producer.receipts(
+            [
+                api.SendReceipt(
+                    producer_id=producer._id,
+                    sequence_id=number,
+                    message_id=api.MessageId(ledger=7, entry=number),
+                )
+                for number in numbers
+            ]
+        )
+
+    for number in range(3):
+        producer.publish(ROWS, number)
+    producer.next_frames()
+    monkeypatch.setattr(producer._changed, "wait", waiting)
+    thread = threading.Thread(target=flush)
+    thread.start()
+    assert began.wait(DEADLINE_S)
+    later = producer.publish(ROWS, 3)
+    producer.next_frames()
+    confirm(1, 2)
+    thread.join(0.1)
+    assert not flushed.is_set(), "the first entry is unconfirmed"
+    confirm(0)
+    assert flushed.wait(DEADLINE_S)
+    assert not later.done()
+    producer.close()
+    thread.join(DEADLINE_S)

@@ -171,7 +171,8 @@ class MemoryEntryProducer:
 
     def flush(self) -> None:
         with self._changed:
-            while (end_s := self._queue.deadline_s) is not None:
+            below = self._queue.added
+            while self._queue.holds(below) and (end_s := self._queue.deadline_s) is not None:
                 if end_s <= time.monotonic():
                     self._expire()
                 else:

@@ -90,8 +90,9 @@ class WireProducer(ReconnectingHandle):
         """Why the last attempt to open or to publish failed."""
         self._watched = False
         """Whether the deadline of the oldest entry is watched."""
-        self._resolving = 0
-        """Entries that have left the queue, while their futures are being resolved."""
+        self._resolving: list[int] = []
+        """Numbers of entries that have left the queue, while futures are being resolved: the lowest
+        one of each call that resolves some."""
 
     @property
     def last_sequence_id(self) -> int:
@@ -179,8 +180,9 @@ class WireProducer(ReconnectingHandle):
 
     def flush(self) -> None:
         with self._changed:
+            queue, below = self._queue, self._queue.added
             # A caller may look at its futures when this returns.
-            while self._queue or self._resolving:
+            while queue.holds(below) or any(number < below for number in self._resolving):
                 # The loop ends: each entry is confirmed, or fails at its deadline.
                 self._changed.wait(self._how.send_timeout_s)
             self._check_open()
@@ -233,12 +235,12 @@ class WireProducer(ReconnectingHandle):
                     break
                 done += [(entry, stored) for entry in confirmed]
             to_prove, has_next = self._queue.to_prove, self._queue.has_next
-            self._resolving += len(done)
-            self._changed.notify_all()
+            entries = [entry for entry, _ in done]
+            self._resolve(entries)
         for entry, stored in done:
             with suppress(InvalidStateError):
                 entry.done.set_result(stored)
-        self._resolved(len(done))
+        self._resolved(entries)
         if broken is not None:
             self._end(order_broken(self.topic_partition, self._name, broken))
         elif to_prove:
@@ -286,10 +288,15 @@ class WireProducer(ReconnectingHandle):
     def _emptied(self) -> list[Pending]:
         """Forget all entries, and return them."""
         failed = self._queue.clear()
-        self._resolving += len(failed)
         self._at, self._id = None, 0
-        self._changed.notify_all()
+        self._resolve(failed)
         return failed
+
+    def _resolve(self, entries: Sequence[Pending]) -> None:
+        """Note that the futures of entries that left the queue are being resolved."""
+        if entries:
+            self._resolving.append(min(one.number for one in entries))
+        self._changed.notify_all()
 
     # -- Frames ------------------------------------------------------------------------------------
 
@@ -418,8 +425,7 @@ class WireProducer(ReconnectingHandle):
             late = [] if ends else self._queue.drop_late(now_s)
             first_s = None if ends else self._queue.deadline_s
             self._watched = first_s is not None
-            self._resolving += len(late)
-            self._changed.notify_all()
+            self._resolve(late)
         if first_s is not None:
             self._shared.nudges.until_true(self._expire, first_s - now_s)
         if expired:
@@ -436,8 +442,7 @@ class WireProducer(ReconnectingHandle):
             return
         with self._changed:
             failed = self._queue.drop(sequence_id)
-            self._resolving += len(failed)
-            self._changed.notify_all()
+            self._resolve(failed)
         self._fail(failed, error)
 
     def _end(self, error: KeyShardError) -> None:
@@ -456,13 +461,13 @@ class WireProducer(ReconnectingHandle):
     def _fail(self, entries: Sequence[Pending], error: KeyShardError) -> None:
         """Fail entries that left the queue."""
         _fail(entries, error)
-        self._resolved(len(entries))
+        self._resolved(entries)
 
-    def _resolved(self, count: int) -> None:
+    def _resolved(self, entries: Sequence[Pending]) -> None:
         """Note that the futures of entries that left the queue are resolved."""
-        if count:
+        if entries:
             with self._changed:
-                self._resolving -= count
+                self._resolving.remove(min(one.number for one in entries))
                 self._changed.notify_all()
 
     def _late(self, what: str) -> KeyShardError:
