@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.broker.port import EntryProducer
-from keyshard.broker.unconfirmed import MaybeStoredError
+from keyshard.broker.unconfirmed import ENTRY_MEMORY, MaybeStoredError
 from keyshard.columns.canonical import PartitionRows
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.sink import MIB, SinkConfig
@@ -79,6 +79,13 @@ class Part:
         check_sizes(
             self.producer, sizes, lambda row: rows(first + row, first + row + 1).messages(0, 1)[0]
         )
+
+    def bytes_max(self) -> int:
+        """Return the most memory that the rows to publish may take as entries, bytes."""
+        sizes = self.plan.sizes.slice(self.first)
+        overhead = ENTRY_OVERHEAD + ENTRY_MEMORY + self.plan.batch.keys_bytes_max()
+        rows: int = compute.sum(sizes, min_count=0).as_py()
+        return rows + len(sizes) * overhead
 
     def entry_ends(self, config: SinkConfig) -> list[int]:
         """Return the end of each entry to publish, exclusive."""

@@ -55,7 +55,7 @@ BUSY_REST_S = (0.1, 1.0)
 LEAVE_S = 5.0
 """Longest wait, after an error, until the broker has taken the names back, seconds."""
 THREADS_MAX = 8
-"""Most producers of a batch that are opened, asked or closed at once."""
+"""Most producers of a batch that are opened, asked, waited for or closed at once."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -253,9 +253,7 @@ class BatchWriter:
         started_s = time.monotonic()
         if self._claim is not None:
             self._store_first(parts, self._claim, first_id)
-        for part in parts:
-            if not part.sent:
-                publish_unless_cut(part, self._config, first_id, self._counts)
+        self._publish([part for part in parts if not part.sent], first_id, pending_bytes_max)
         for part in parts:
             self._confirm(part, first_id, pending_bytes_max)
         unproved = [part for part in parts if part.is_new and len(part.sent) == 1]
@@ -312,6 +310,20 @@ class BatchWriter:
                     # may lose its name to another attempt (ADR 34).
                     publish(mine[0], self._config, first_id, self._counts)
                     mine[0].producer.flush()
+
+    def _publish(self, parts: Sequence[Part], first_id: int, pending_bytes_max: int) -> None:
+        """Publish rows. A topic partition whose producer has no room holds up no other.
+
+        Rows that surely fit into the producer go first. The others may wait for room, in threads.
+        """
+        publish_one = partial(
+            publish_unless_cut, config=self._config, first_id=first_id, counts=self._counts
+        )
+        fits = [part.bytes_max() <= max(MIB, pending_bytes_max) for part in parts]
+        for part in compress(parts, fits):
+            publish_one(part)
+        others = [part for part, one in zip(parts, fits, strict=True) if not one]
+        _all_of(publish_one, others, give_up=self.leave)
 
     def _confirm(self, part: Part, first_id: int, pending_bytes_max: int) -> None:
         """Wait until all rows of a topic partition are stored.
@@ -451,13 +463,19 @@ class BatchWriter:
         _all_of(give_back, places[:1])
 
 
-def _all_of(action: Callable[[T], object], items: Sequence[T]) -> None:
-    """Call an action for items, a few at once. After an error, no further ones start."""
+def _all_of(
+    action: Callable[[T], object], items: Sequence[T], give_up: Callable[[], object] = tuple
+) -> None:
+    """Call an action for items, a few at once. After an error, ``give_up`` ends those that run."""
     if len(items) == 1:
         action(items[0])
     elif items:
         with Pool(THREADS_MAX, "keyshard-producers") as pool:
-            list(pool.map(action, items))
+            try:
+                list(pool.map(action, items))
+            except BaseException:
+                give_up()
+                raise
 
 
 def _report(parts: Sequence[Part], started_s: float) -> WriteReport:

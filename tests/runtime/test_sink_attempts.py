@@ -15,11 +15,17 @@ from keyshard.broker.memory.publishing import Write
 from keyshard.broker.port import PublishOptions
 from keyshard.columns.canonical import canonical
 from keyshard.columns.outgoing import outgoing_of
+from keyshard.config.sink import MIB
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.publishing import batch_layout, key_partition, layout_of, sequence_id
 from keyshard.core.releases import release_of
-from keyshard.errors import BatchMismatchError, BrokerUnavailableError, ProducerFencedError
-from keyshard.publishing.batch_writer import WriteReport
+from keyshard.errors import (
+    BatchMismatchError,
+    BrokerUnavailableError,
+    KeyShardError,
+    ProducerFencedError,
+)
+from keyshard.publishing.batch_writer import WriteReport, write
 from keyshard.publishing.topic_tail import last_stored_id
 from tests.helpers import wait_until
 from tests.support.copied_topic import PARTITIONS, SinkTopic
@@ -288,3 +294,40 @@ def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: Sink
     with pytest.raises(BatchMismatchError):
         world.sink().write_batch(batch_of(rows_of(4, 100)), 4)
     assert world.by_key() == expected(rows_of(3), rows_of(4))
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.usefixtures("simulated")
+def test_a_topic_partition_without_room_holds_up_no_other(*, recovers: bool) -> None:
+    """The rows of the others are stored while it waits; if it waits for too long, it is named."""
+    world = SinkTopic()
+    keys = {key_partition(f"k{number}", PARTITIONS): f"k{number}" for number in range(20)}
+    rows: Rows = [(keys[n % PARTITIONS], b"%d" % n + b"." * 100_000) for n in range(60)]
+    stalled = world.cluster.partitions(world.topic)[0]
+    world.cluster.hold_writes(stalled)
+    sink = world.sink(pending_bytes_max=MIB, entry_messages_max=1, send_timeout_ms=20_000)
+    errors: list[KeyShardError] = []
+
+    def publish() -> None:
+        topics = {world.topic: outgoing_of(batch_of(rows))}
+        try:
+            with closing(MemoryBroker(world.cluster)) as broker:
+                write(broker, sink, topics, 0, name="s-0", partition=0)
+        except KeyShardError as exc:
+            errors.append(exc)
+
+    writing = threading.Thread(target=publish)
+    writing.start()
+    others = expected([row for row in rows if row[0] != keys[0]])
+    wait_until(lambda: world.by_key() == others, 10)
+    assert writing.is_alive()
+    if recovers:
+        world.cluster.release_writes(stalled)
+    writing.join(deadline(60))
+    if recovers:
+        assert (errors, world.by_key()) == ([], expected(rows))
+    else:
+        (error,) = errors
+        assert isinstance(error, BrokerUnavailableError)
+        assert str(stalled) in error.problem
+        assert world.by_key() == others
