@@ -59,7 +59,7 @@ REFERENCES = (
     ),
     Reference(
         errors.MessageTooLargeError,
-        "A dead letter or a published message exceeds `maxMessageSize` of the broker.",
+        "A dead letter or a published message exceeds `maxMessageSize`, or 128 MiB uncompressed.",
         "Raise `maxMessageSize` at the broker, or publish smaller messages.",
     ),
     Reference(

@@ -24,7 +24,7 @@ from keyshard.broker.wire.reconnect import Shared
 from keyshard.columns.outgoing import OutgoingMessage, outgoing_from
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
-from keyshard.errors import BrokerUnavailableError, ProducerBusyError
+from keyshard.errors import BrokerUnavailableError, MessageTooLargeError, ProducerBusyError
 from tests.support.deadlines import deadline
 from tests.support.frame_broker.server import FrameServer, SocketSession
 
@@ -311,3 +311,22 @@ def test_a_flush_waits_only_for_entries_that_were_published_before(
     assert not later.done()
     producer.close()
     thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_a_value_that_could_not_be_read_again_is_refused(
+    broker: NamingBroker, shared: Shared, compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be small enough for the broker once it is compressed."""
+    for module in ("compression", "encoding", "producer"):
+        monkeypatch.setattr(f"keyshard.broker.wire.{module}.UNPACKED_BYTES_MAX", 100_000)
+    producer = WireProducer(shared, WHERE, PublishOptions(compression=compression))
+    producer.open()
+    fits, large = (OutgoingMessage(b"." * size, "k") for size in (100_000, 100_001))
+    assert producer.message_bytes_max <= 100_000, "writers check larger messages"
+    producer.check(fits)
+    producer.publish([fits], 0).result(DEADLINE_S)
+    for refused in (lambda: producer.check(large), lambda: producer.publish([large], 1)):
+        with pytest.raises(MessageTooLargeError, match=r"key 'k' to .*t have 100001 bytes before"):
+            refused()
+    producer.close()

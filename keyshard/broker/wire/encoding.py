@@ -13,9 +13,11 @@ from typing import Any, overload
 
 import google_crc32c
 
-from keyshard.broker.wire.compression import packed_if_smaller, unpacked
+from keyshard.broker.wire.compression import UNPACKED_BYTES_MAX, packed_if_smaller, unpacked
 from keyshard.broker.wire.frames import api
 from keyshard.columns.outgoing import OutgoingMessage
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import MessageTooLargeError
 
 COMPRESSED_BYTES_MIN = 4 * 1024
 """Smallest payload that is compressed, bytes; Pulsar's own default in its newer Java client. Less
@@ -35,6 +37,22 @@ class EntryHead:
     compression: int = 0
     """Pulsar's number of the compression; 0 for none."""
     schema_version: bytes = b""
+
+
+def check_readable(messages: Sequence[OutgoingMessage], where: TopicPartition) -> None:
+    """Check the size of an entry before compression, which the broker does not limit.
+
+    Raises:
+        MessageTooLargeError: keyshard could not read the entry.
+    """
+    alone = len(messages) == 1
+    size = len(messages[0].value or b"") if alone else sum(one.size() for one in messages)
+    if size > UNPACKED_BYTES_MAX:
+        raise MessageTooLargeError(
+            f"{len(messages)} message(s) with key {messages[0].key!r} to {where} have {size} bytes "
+            f"before compression. keyshard reads entries of at most {UNPACKED_BYTES_MAX}.",
+            "Make the value smaller.",
+        )
 
 
 def encoded(messages: Sequence[OutgoingMessage], head: EntryHead, sequence_id: int) -> bytes:

@@ -21,10 +21,11 @@ from keyshard.broker.unconfirmed import (
     Unconfirmed,
     failed_entry,
 )
+from keyshard.broker.wire.compression import UNPACKED_BYTES_MAX
 from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import FRAME_BYTES_MAX, WireConnection
 from keyshard.broker.wire.consumer import WireReader
-from keyshard.broker.wire.encoding import EncodedRows, EntryHead, encoded
+from keyshard.broker.wire.encoding import EncodedRows, EntryHead, check_readable, encoded
 from keyshard.broker.wire.errors import RefusedError, order_broken, producing_error, unfit
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.native_encoder import encode_all, frames
@@ -107,7 +108,7 @@ class WireProducer(ReconnectingHandle):
     @property
     def message_bytes_max(self) -> int:
         with self._changed:
-            return self._bytes_max
+            return min(self._bytes_max, UNPACKED_BYTES_MAX)
 
     def has_ended(self) -> bool:
         return self._ended is not None
@@ -307,6 +308,7 @@ class WireProducer(ReconnectingHandle):
         )  # fmt: skip
 
     def _encoded(self, rows: Sequence[OutgoingMessage], sequence_id: int) -> bytes:
+        check_readable(rows, self.topic_partition)
         return self._checked(encoded(rows, self._head(), sequence_id), rows)
 
     def _checked(self, data: bytes, rows: Sequence[OutgoingMessage]) -> bytes:
