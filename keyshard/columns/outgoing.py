@@ -139,7 +139,9 @@ class Outgoing:
             ValueError: The bytes have another form.
         """
         with pa.ipc.open_stream(data) as stream:
-            batch = stream.read_next_batch()
+            batch = next(iter(stream), None)
+        if batch is None:
+            raise ValueError("there are no messages")
         of_bytes = (batch.schema.metadata or {}).get(b"keys_of_bytes") == b"1"
         if not {"values", "keys"} <= set(batch.schema.names) <= set(_FIELDS):
             raise ValueError(f"the columns are {batch.schema.names}")

@@ -89,3 +89,10 @@ def test_joined_parts_have_all_columns_of_any() -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises((ValueError, OSError)):
         Outgoing.from_bytes(data)
+
+
+def test_bytes_without_their_end_are_refused() -> None:
+    data = Outgoing.of(MESSAGES).to_bytes()
+    second = data.index(b"\xff\xff\xff\xff", 8)  # behind the schema
+    with pytest.raises(ValueError, match="no messages"):
+        Outgoing.from_bytes(data[:second])
