@@ -271,7 +271,11 @@ class Unconfirmed:
         return done
 
     def drop(self, sequence_id: int) -> list[Pending]:
-        """Remove and return the entry that begins with an id."""
+        """Remove and return the entry that begins with an id, or those that a probe asks about."""
+        if self._probe is not None and self._probe.first == sequence_id:
+            self._probe = None
+            asked = [one for one in self._entries if one.first <= sequence_id]
+            return [self._removed(0) for _ in asked]
         for place, entry in enumerate(self._entries):
             if entry.first == sequence_id:
                 return [self._removed(place)]

@@ -23,12 +23,13 @@ from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared
 from keyshard.columns.outgoing import OutgoingMessage, outgoing_from
 from keyshard.config.connection import Connection
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerUnavailableError, MessageTooLargeError, ProducerBusyError
+from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.frame_broker.server import FrameServer, SocketSession
 
-UNKNOWN, BUSY = 0, 16
+UNKNOWN, BUSY, NOT_ALLOWED = 0, 16, 22
 DEADLINE_S = deadline(10)
 WHERE = TopicPartition("persistent://public/default/t")
 ROWS = [OutgoingMessage(b"v", "k")]
@@ -329,4 +330,34 @@ def test_a_value_that_could_not_be_read_again_is_refused(
     for refused in (lambda: producer.check(large), lambda: producer.publish([large], 1)):
         with pytest.raises(MessageTooLargeError, match=r"key 'k' to .*t have 100001 bytes before"):
             refused()
+    producer.close()
+
+
+def test_a_probe_that_is_refused_for_good_holds_up_no_later_entry(
+    broker: NamingBroker, shared: Shared
+) -> None:
+    """Without a name, a refusal concerns only the entries that the probe asks about."""
+    broker.stalled = True
+    producer = WireProducer(shared, WHERE, PublishOptions())
+    producer.open()
+    first, second = producer.publish(ROWS, 0), producer.publish(ROWS * 2, 1)
+    third = producer.publish(ROWS, 3)
+    broker.last = 1
+    broker.cut_all()
+    attempt = reopening(shared)
+    broker.holders.clear()
+    for _ in attempt:
+        pass
+    wait_until(lambda: producer._queue.probing and not producer._queue.has_next)
+    broker.stalled = False
+    producer.refused(
+        api.SendError(
+            producer_id=producer._id, sequence_id=1, error=NOT_ALLOWED, message=b"not allowed"
+        )
+    )
+    for one in (first, second):
+        assert "not allowed" in str(one.exception(0))
+    assert third.result(DEADLINE_S) == EntryId(7, 0)
+    assert producer.publish(ROWS, 4).result(DEADLINE_S) == EntryId(7, 0)
+    producer.flush()
     producer.close()

@@ -438,14 +438,17 @@ class WireProducer(ReconnectingHandle):
         return True
 
     def _refuse(self, sequence_id: int, error: KeyShardError) -> None:
-        """Fail the entry that the broker refuses for good, or the producer if it has a name."""
+        """Fail what the broker refuses for good, or the producer if it has a name."""
         if self._how.name is not None:
             self._end(error)
             return
         with self._changed:
             failed = self._queue.drop(sequence_id)
             self._resolve(failed)
+            at, producer_id, has_next = self._at, self._id, self._queue.has_next
         self._fail(failed, error)
+        if at is not None and has_next:
+            at.has_frames(producer_id)
 
     def _end(self, error: KeyShardError) -> None:
         """End the producer: a later entry must not be stored before an earlier one."""
