@@ -173,6 +173,9 @@ class LoggedOutputs:
         self.busy = self._saved = False
         return True
 
+    def abandon(self) -> None:
+        self.log.abandon()
+
     def close(self) -> None:
         self._closed.set()
         with self._more:

@@ -62,6 +62,9 @@ class HandlerOutputs(Protocol):
     def status(self) -> OutputsStatus:
         """Return JSON values; ``changed`` is held."""
 
+    def abandon(self) -> None:
+        """Disconnect while another thread connects or publishes, which then fails."""
+
     def close(self) -> None:
         """Disconnect. Idempotent."""
 
@@ -116,15 +119,18 @@ class SentOutputs:
             "unconfirmed": unconfirmed, "forSeconds": 0.0, "error": "",
         }  # fmt: skip
 
+    def abandon(self) -> None:
+        if self._broker is not None:
+            with suppress(BrokerError):
+                self._broker.close()
+
     def close(self) -> None:
         with self._more:
             self._closed = True
             self._more.notify_all()
         for writer in self._writers.opened():
             writer.close()
-        if self._broker is not None:
-            with suppress(BrokerError):
-                self._broker.close()
+        self.abandon()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 

@@ -260,8 +260,8 @@ class HandlerRun:
 
     def _abandon(self) -> None:
         if not self._start_ended.wait(START_S):
-            if self._logged is not None:
-                self._logged.log.abandon()
+            if self._dispatcher.outputs is not None:
+                self._dispatcher.outputs.abandon()
             self.coordinator.abandon_start()
 
     def dead_letters(self) -> FailedMessages:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keyshard import KeyShardSink, Message, Produce, Reject
+from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, UnfitHandlerError
 from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.copied_topic import Copied
@@ -225,3 +228,22 @@ def test_a_generator_without_a_sink_is_refused(copied: Copied) -> None:
 def test_a_wrong_output_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         Produce(**({"value": b"x"} | fields))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_stop_does_not_wait_for_the_broker_of_the_sink(
+    copied: Copied, checkpointed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No broker listens at the URL of the sink, and its timeout is long."""
+    monkeypatch.setattr("keyshard.handlers.run.START_S", 0.1)
+    options = {"checkpoint": str(tmp_path / "checkpoint")} if checkpointed else {}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"pulsar://127.0.0.1:{taken.getsockname()[1]}"
+        connection = Connection(url, operation_timeout_ms=300_000)
+        sink = KeyShardSink(copied.out, sink_id="s", connection=connection)
+        with copied.running(copied.source(), as_list, sink=sink, **options) as run:
+            wait_until(run._stopped)
+            run.thread.join(deadline(10))
+            assert not run.thread.is_alive()
+    assert copied.errors == []
