@@ -18,13 +18,19 @@ from keyshard.broker.port import Compression, PublishOptions
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.broker.unconfirmed import ENTRY_MEMORY, AcceptedLostError
 from keyshard.broker.wire.connection_pool import ConnectionPool
+from keyshard.broker.wire.errors import order_broken
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared
 from keyshard.columns.outgoing import OutgoingMessage, outgoing_from
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerUnavailableError, MessageTooLargeError, ProducerBusyError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    MessageTooLargeError,
+    ProducerBusyError,
+    ProducerFencedError,
+)
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.frame_broker.server import FrameServer, SocketSession
@@ -360,4 +366,29 @@ def test_a_probe_that_is_refused_for_good_holds_up_no_later_entry(
     assert third.result(DEADLINE_S) == EntryId(7, 0)
     assert producer.publish(ROWS, 4).result(DEADLINE_S) == EntryId(7, 0)
     producer.flush()
+    producer.close()
+
+
+def test_the_remedy_of_a_broken_order_fits_single_messages(
+    broker: NamingBroker, shared: Shared
+) -> None:
+    """They have no sink id: the next one opens another producer."""
+    broker.stalled = True
+    producer = WireProducer(shared, WHERE, PublishOptions())
+    producer.open()
+    sent = producer.publish(ROWS * 2, 0)
+    broker.last = 1
+    broker.cut_all()
+    attempt = reopening(shared)
+    broker.holders.clear()
+    for _ in attempt:
+        pass
+    stored = api.SendReceipt(
+        producer_id=producer._id, sequence_id=1, message_id=api.MessageId(ledger=7, entry=0)
+    )
+    producer.receipts([stored])
+    error = sent.exception(0)
+    assert isinstance(error, ProducerFencedError)
+    assert error.remedy.startswith("Send the messages that failed again")
+    assert "sink id" in order_broken(WHERE, "name", 1).remedy
     producer.close()

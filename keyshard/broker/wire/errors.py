@@ -255,12 +255,21 @@ def unfit(exc: UnfitError, where: TopicPartition, name: bytes, last: int) -> Key
     return accepted_lost(where, name)
 
 
-def order_broken(where: TopicPartition, name: bytes, sequence_id: int) -> ProducerFencedError:
-    """Create the error for a message that the broker stored before earlier ones of its name."""
+def order_broken(where: TopicPartition, name: str | None, sequence_id: int) -> ProducerFencedError:
+    """Create the error for a message that the broker stored before earlier ones of its name.
+
+    Args:
+        where: The topic partition.
+        name: Producer name; ``None`` for single messages, whose producer is named by the broker.
+        sequence_id: Id of the message.
+    """
+    of_name = "of a producer" if name is None else f"of producer {name!r}"
     return ProducerFencedError(
-        f"{where} stored message {sequence_id} of producer {name.decode()!r} before earlier ones, "
-        "so the broker drops the earlier ones as duplicates.",
-        "Publish the batch with another sink id, and stop other programs with this sink id.",
+        f"{where} stored message {sequence_id} {of_name} before earlier ones, so the broker drops "
+        "the earlier ones as duplicates.",
+        "Send the messages that failed again, which may store some of them twice."
+        if name is None
+        else "Publish the batch with another sink id, and stop other programs with this sink id.",
     )
 
 

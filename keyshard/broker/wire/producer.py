@@ -243,7 +243,7 @@ class WireProducer(ReconnectingHandle):
                 entry.done.set_result(stored)
         self._resolved(entries)
         if broken is not None:
-            self._end(order_broken(self.topic_partition, self._name, broken))
+            self._end(order_broken(self.topic_partition, self._how.name, broken))
         elif to_prove:
             self._open_again()
         elif has_next:
