@@ -385,7 +385,7 @@ REFERENCES = (
     ),
     Reference(
         errors.WindowFullError,
-        "The program takes batches from `source.batches()` without `ack()`.",
+        "Batches that got no `ack()` filled the window for `operation_timeout_ms`.",
         "Call `ack()` on each batch. To hold more of them, raise `window_bytes_max`, "
         "`window_rows_max` and the broker's limits on unacknowledged messages.",
     ),

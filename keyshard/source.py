@@ -296,7 +296,8 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
 
         Raises:
             ConfigError: An option is wrong, or the source runs already.
-            WindowFullError: The window is full of batches that were not acknowledged.
+            WindowFullError: The window was full of batches that were not acknowledged, for
+                ``operation_timeout_ms``.
             KeyShardError: The error that ended the source.
         """
         from keyshard.handlers.batches import BatchRun  # noqa: PLC0415
