@@ -154,6 +154,10 @@ class ActorPool:
             KeyShardError: As in :meth:`start`.
         """
         deadline_s = time.monotonic() + self._options.start_timeout_s
+        if actor.handle is None:  # it was killed, and its replacement died while it started
+            if self._given_up():
+                raise JobCancelled
+            return self.start(1, soon=False)[0]
         while True:
             try:
                 self._placed([actor], deadline_s, soon=False)

@@ -13,9 +13,10 @@ import pytest
 from ray import exceptions
 
 import keyshard
-from keyshard.errors import ClusterError
+from keyshard.errors import ClusterError, HandlerProcessError
 from ray_adapter import actor_pool, cluster
 from ray_adapter.actor_pool import ActorPool
+from ray_adapter.cluster import Actor, JobCancelled
 from ray_adapter.options import JobOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -37,7 +38,7 @@ class Away(ActorPool):
         return list(refs) if back else []
 
     def _made(self) -> Any:
-        return SimpleNamespace(ask=_answered, end=lambda: None)
+        return SimpleNamespace(ask=_answered, end=lambda: None, handle=object())
 
     def _loaded(self, actors: Any, deadline_s: float) -> None:  # noqa: ARG002
         assert time.monotonic() < deadline_s
@@ -79,3 +80,49 @@ def test_a_job_waits_for_a_node_that_is_gone_for_as_long_as_it_may(killed: bool)
     assert (away.again(actor) is actor) is not killed
     with pytest.raises(ClusterError, match="No node of the cluster has"):
         Away(100.0).again(actor)
+
+
+class Dying(Away):
+    """Actors of which Ray restarts none, and of which some die while they start."""
+
+    def __init__(self, dead: int, *, given_up: bool = False) -> None:
+        super().__init__(0.0)
+        self.handler_name = "app.handle"
+        self._dead = dead
+        self._given_up = lambda: given_up
+        self.made: list[Actor] = []
+
+    def _made(self) -> Any:
+        actor = Actor(self.session, object)
+        self.made.append(actor)
+        return actor
+
+    def _placed(self, actors: Sequence[Actor], deadline_s: float, *, soon: bool) -> None:  # noqa: ARG002
+        for actor in actors:
+            if actor.handle is None:
+                raise JobCancelled
+            if self.made.index(actor) < self._dead:
+                raise exceptions.ActorDiedError
+
+
+def test_an_actor_is_replaced_also_if_its_replacement_died_while_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its feeder ended without an error then, and its rows waited for ever."""
+    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
+    pool = Dying(2)
+    actor = pool._made()
+    with pytest.raises(HandlerProcessError):
+        pool.again(actor)
+    assert pool.again(actor) is pool.made[2]
+    assert [one.handle is None for one in pool.made] == [True, True, False]
+
+
+def test_an_actor_is_not_replaced_while_its_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
+    pool = Dying(0, given_up=True)
+    actor = pool._made()
+    actor.end()
+    with pytest.raises(JobCancelled):
+        pool.again(actor)
+    assert pool.made == [actor]
