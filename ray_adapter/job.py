@@ -41,8 +41,7 @@ from ray_adapter.cluster import START_TIMEOUT_S, JobCancelled
 from ray_adapter.feeding import ActorFeeder
 from ray_adapter.job_state import LOOK_S, VERSION, ActorSlot, Done, JobState, JobStatus
 from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
-from ray_adapter.results import Results, take_of
-from ray_adapter.row_slices import whole_pieces
+from ray_adapter.results import Results, Taking, take_of
 
 END_S = 10.0
 """Longest wait at the end for the thread of a killed actor, seconds."""
@@ -71,6 +70,8 @@ class Job:
         self._iterated = self._ended = False
         self._ending, self._rescaling = threading.Lock(), threading.Lock()
         self._started, self._committed = threading.Event(), threading.Event()
+        self._taking: Taking | None = None
+        self._all_taken = threading.Event()
         actor_slots = [ActorSlot(index, None) for index in range(options.parallelism)]
         limits = options.max_rows, options.max_wait_s, source.window_bytes_max
         rate = options.rate_limit
@@ -219,29 +220,24 @@ class Job:
 
     def _results(self) -> Iterator[Any]:
         done: Done | None = None
-        taken = 0
         try:
             while (done := self._exchange.next_done()) is not None:
                 if self._published is not None:
                     self._published.add(done)
                     done = None
                     continue
-                taken = 0
+                self._taking = taking = Taking(self._exchange, done, self._options.takes)
                 for result in done.results:
                     if result is not None:
                         yield result
-                    taken += 1
+                    taking.took()
                     if self._exchange.stopping:
                         return
-                self._exchange.taken(done, done.pieces)
+                taking.end()
                 done = None
             if self._published is not None:
                 self._published.wait()
         finally:
-            if done is not None and self._options.takes == "messages":
-                # The caller left within these results; whole entries before that point are taken.
-                whole = whole_pieces(done.pieces, taken)
-                self._exchange.taken(done, done.pieces[:whole])
             self._end()
         self._exchange.raise_error()
 
@@ -343,11 +339,11 @@ class Job:
             if self._ended:
                 return
             self._exchange.stop()
-            actors = [
-                actor_slot.actor
-                for actor_slot in self._exchange.actor_slots
-                if actor_slot.actor is not None
-            ]
+            if self._taking is not None:  # the caller has left within the results of a call
+                self._taking.end()
+            self._all_taken.set()
+            slots = self._exchange.actor_slots
+            actors = [actor_slot.actor for actor_slot in slots if actor_slot.actor is not None]
             # In a thread: if the cluster is gone, Ray waits for it.
             self._thread("end", lambda: self._actor_pool.end(actors)).join(END_S)
             commit_s = self._source.operation_timeout_ms / 1000
@@ -382,9 +378,13 @@ class Job:
         if self._published is not None:
             self._published.commit_all(self._run)
             return
-        while any(taken := self._exchange.next_to_commit()):
-            entries, handled = taken
-            self._run.commit(entries, handled=handled)
+        last = False
+        while not last:
+            # After a stop, results count as taken until the iteration or the job ends.
+            last = self._exchange.stopping and self._all_taken.wait(LOOK_S)
+            while any(taken := self._exchange.next_to_commit()):
+                entries, handled = taken
+                self._run.commit(entries, handled=handled)
 
 
 def _traced(source: KeyShardSource, options: JobOptions, sink: SinkConfig | None) -> Traced | None:

@@ -1,4 +1,4 @@
-"""Publishes the results of a job to a topic, and commits their messages."""
+"""The results of a job: taken by the caller, or published to a topic before their commit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from keyshard.handlers.entry_run import EntryRun, RowsByTopic
 from keyshard.handlers.handler_call import Take, as_returned, published
 from ray_adapter.actor import published_rows
 from ray_adapter.job_state import LOOK_S, Done, JobResults, JobState
-from ray_adapter.options import JobOptions
-from ray_adapter.row_slices import entries_done
+from ray_adapter.options import JobOptions, Takes
+from ray_adapter.row_slices import entries_done, whole_pieces
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024
 """Bytes of results after which a checkpoint takes no further call."""
@@ -34,6 +34,42 @@ def take_of(options: JobOptions, sink: SinkConfig | None) -> Take:
     if sink is None:
         return as_returned
     return published_rows if options.takes == "arrow" else published
+
+
+class Taking:
+    """The results of a call, of which the caller takes one after the other.
+
+    Args:
+        exchange: State of the job, which commits the entries.
+        done: The call.
+        takes: What the handler takes.
+    """
+
+    def __init__(self, exchange: JobState, done: Done, takes: Takes) -> None:
+        self._exchange = exchange
+        self._done: Done | None = done
+        self._takes = takes
+        self._taken = 0
+
+    def took(self) -> None:
+        """Count a result that the caller has taken."""
+        self._taken += 1
+
+    def end(self) -> None:
+        """Queue the entries whose results were taken for the commit. Idempotent, from any thread.
+
+        The caller takes no more results of this call that count.
+        """
+        with self._exchange.changed:
+            done, self._done = self._done, None
+            if done is None:
+                return
+            pieces = done.pieces
+            if self._taken < len(done.results):
+                # An Arrow result is one for all rows.
+                whole = whole_pieces(pieces, self._taken) if self._takes == "messages" else 0
+                pieces = pieces[:whole]
+            self._exchange.taken(done, pieces)
 
 
 class Results:
