@@ -347,13 +347,13 @@ class Job:
             # In a thread: if the cluster is gone, Ray waits for it.
             self._thread("end", lambda: self._actor_pool.end(actors)).join(END_S)
             commit_s = self._source.operation_timeout_ms / 1000
-            for threads, timeout_s in (
-                (self._feeders, END_S), (self._others[1:], commit_s), (self._others[:1], None)
-            ):  # fmt: skip
-                for thread in threads:
-                    thread.join(timeout_s)
-                if timeout_s == commit_s:
-                    self._committed.set()
+            for thread in self._feeders:
+                thread.join(END_S)
+            for thread in self._others[1:]:
+                thread.join(commit_s)
+            self._committed.set()
+            for thread in self._others[:1]:
+                thread.join()
             self._ended = True
         atexit.unregister(self._end)
 

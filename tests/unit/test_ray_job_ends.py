@@ -12,7 +12,7 @@ from keyshard.broker.memory import Message
 from keyshard.core.lanes.lane_status import LatencyHistogram
 from ray_adapter import job as job_module
 from ray_adapter.actor import CallResult, messages
-from ray_adapter.job import Job
+from ray_adapter.job import END_S, Job
 from ray_adapter.job_state import LOOK_S
 from ray_adapter.options import JobOptions, Takes
 from tests.support.memory_topic import MemoryTopic
@@ -89,3 +89,22 @@ def test_results_taken_are_committed_if_the_iteration_does_not_go_on(
     assert topic.backlog() == left
     assert list(results) == []
     assert topic.backlog() == left
+
+
+def test_the_source_ends_after_the_last_commit(
+    topic: MemoryTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With this operation timeout, the source ended before it."""
+    job = job_of(topic, operation_timeout_ms=int(1000 * END_S))
+    commit, early = job._run.commit, []
+
+    def slow(*entries: Any, **others: Any) -> None:
+        early.append(job._committed.wait(2 * LOOK_S))
+        commit(*entries, **others)
+
+    monkeypatch.setattr(job._run, "commit", slow)
+    for number, _ in enumerate(job):
+        if number == SENT - 1:
+            job.drain()
+    assert early == [False]
+    assert topic.backlog() == 0
