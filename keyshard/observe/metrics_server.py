@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
-from keyshard.errors import ConfigError
+from keyshard.errors import ConfigError, ThreadStartError
 from keyshard.observe.metrics import METRICS, OWNER_FIELDS, MetricKind
 from keyshard.observe.metrics import Metric as Row
 from keyshard.threads import begin
@@ -154,9 +154,14 @@ class _MetricsServer(ThreadingTCPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
             begin("keyshard-metrics-answer", self._answer, request, client_address)
-        else:
+        except ThreadStartError as exc:
+            self._free.release()
+            _log.warning("a request of %s got no answer: %s", client_address, exc.summary)
             self.shutdown_request(request)
 
     def _answer(self, request: Any, client_address: Any) -> None:

@@ -26,6 +26,7 @@ from keyshard.observe import metrics_server
 from keyshard.observe.metrics import METRICS, MetricKind, document
 from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.status_types import Status
+from keyshard.threads import begin
 from keyshard.version import VERSION
 from tests.helpers import wait_until
 from tests.support.statuses import (
@@ -299,6 +300,29 @@ def test_a_server_whose_thread_does_not_start_frees_its_port(
     with pytest.raises(ThreadStartError):
         serve(status)
     assert [one.fileno() for one in sockets] == [-1]
+
+
+def test_requests_without_a_thread_take_no_place_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each kept its place, so after 16 of them the port answered nobody."""
+    server = serve(status)
+
+    def refused(name: str, *_: Any) -> None:
+        raise ThreadStartError(f"Thread {name} cannot be started: no room.")
+
+    try:
+        url = f"http://127.0.0.1:{server.port}/livez"
+        monkeypatch.setattr(metrics_server, "begin", refused)
+        for _ in range(metrics_server.REQUESTS_MAX):
+            with pytest.raises(httpx.TransportError):
+                httpx.get(url, trust_env=False)
+        assert "cannot be started" in caplog.text
+        assert {record.levelname for record in caplog.records} == {"WARNING"}
+        monkeypatch.setattr(metrics_server, "begin", begin)
+        assert httpx.get(url, trust_env=False).status_code == httpx.codes.OK
+    finally:
+        server.close()
 
 
 def test_timings_count_each_duration_in_the_buckets_that_hold_it() -> None:
