@@ -285,18 +285,24 @@ class Batches:
         with self._shared.lock:
             self._learn(checkpoint.batch_id)
             released = self._window.release(checkpoint)
+            self._forget_times()
             self._shared.history.committed(time.monotonic(), sum(map(len, released.values())))
         self._consumers.acknowledge(released)
+
+    def _forget_times(self) -> None:
+        """Forget the times of released batches; a release includes all older ones."""
+        planned = set(self._window.batches)
+        self._began_s = {one: at for one, at in self._began_s.items() if one in planned}
+        self._cut_ms = {one: at for one, at in self._cut_ms.items() if one in planned}
 
     def _learn(self, batch_id: str) -> None:
         """Learn the cost of rows from the times at which the tasks of a batch began to read.
 
-        Called at the end of the batch. If it learns something, it drops the times of all batches.
+        Called at the end of the batch.
         """
-        began, cut_ms = self._began_s.pop(batch_id, None), self._cut_ms.pop(batch_id, None)
+        began, cut_ms = self._began_s.get(batch_id), self._cut_ms.get(batch_id)
         if began is None or cut_ms is None:
             return
-        self._began_s.clear()
         first_s, batch = min(began.values()), self._window.batches[batch_id]
         self._window.task_costs.learn(
             batch.rows,

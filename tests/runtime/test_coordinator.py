@@ -125,6 +125,25 @@ def test_a_released_batch_cannot_be_read_or_planned(coordinated: CoordinatedTopi
             coordinator.batches.plan(end)
 
 
+def test_times_of_batches_end_with_their_release(coordinated: CoordinatedTopic) -> None:
+    """Times of batches that were released with a later one were kept for ever, and a release
+    dropped those of batches that were still read."""
+    coordinated.publish(24)
+    with running(coordinated.cluster, coordinated.source) as coordinator:
+        received(coordinator, 24)
+        batches, costs = coordinator.batches, coordinator.consumers.shared.window.task_costs
+        learned: list[int] = []
+        costs.learn = lambda rows, *_: learned.append(rows)  # type: ignore[method-assign]
+        ends = [cut(coordinator, 6) for _ in range(3)]
+        for end in ends:
+            rows_of(coordinator, end)
+        rows = [batches.rows(end.batch_id) for end in ends]
+        batches.release(ends[1])
+        batches.release(ends[2])
+        assert learned == rows[1:]
+        assert (batches._cut_ms, batches._began_s) == ({}, {})
+
+
 def test_an_unknown_batch_or_partition_is_refused(coordinated: CoordinatedTopic) -> None:
     coordinated.publish(1)
     with running(coordinated.cluster, coordinated.source) as coordinator:
