@@ -13,6 +13,7 @@ import pytest
 from keyshard.core.position.checkpoint import COMPACT_VERSION, Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.position.outputs import Outputs
 from keyshard.core.ring.assignment import Rescaled, assign, reassign
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import CheckpointError
@@ -81,6 +82,7 @@ def in_partition(name: str, value: object) -> Callable[[dict[str, Any]], object]
     return lambda data: data["partitions"][P0.name].update({name: value})
 
 
+OUTPUTS = {"batch": 1, "handled": {}, "run": "0a", "sink": "s", "topics": {}}
 REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
     "older version": lambda data: data.update(version=0),
     "newer version": lambda data: data.update(version=COMPACT_VERSION + 1),
@@ -123,6 +125,22 @@ REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
     "published as text": in_partition("published", "5"),
     "published as boolean": in_partition("published", value=True),
     "published a fraction": in_partition("published", 5.5),
+    "published negative": in_partition("published", -1),
+    "delivered no entry of a ledger": in_partition("delivered", f"7:4-{2**63}"),
+    "delivered no ledger": in_partition("delivered", f"7:4-79;{2**63}:0"),
+    "floor no entry of a ledger": in_partition("floor", f"7:{2**63}"),
+    "floor no ledger": in_partition("floor", f"{2**63}:3"),
+    "cluster null": lambda data: data.update(cluster=None),
+    "cluster a number": lambda data: data.update(cluster=3),
+    "subscription null": lambda data: data.update(subscription=None),
+    "subscription a list": lambda data: data.update(subscription=["billing"]),
+    "merged null": lambda data: data.update(merged=None),
+    "parked null": lambda data: data.update(parked=None),
+    "id null": lambda data: data.update(subscription_id=None),
+    "without id, and no id": lambda data: data.update(without_id=[P0.name]),
+    "outputs in version 1": lambda data: data.update(outputs=OUTPUTS),
+    "sink of outputs null": lambda data: data.update(version=2, outputs=OUTPUTS | {"sink": None}),
+    "run of outputs null": lambda data: data.update(version=2, outputs=OUTPUTS | {"run": None}),
 }
 
 
@@ -163,6 +181,28 @@ def test_a_refusal_inside_a_partition_names_it() -> None:
         f"Cannot read {P0.name}: its batch is not within delivered. "
         "Restore the checkpoint, or start with a new one."
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "twice"),
+    [
+        ('"ranges":10', '"ranges":10,"ranges":5'),
+        ('"floor":"7:3"', '"floor":"7:3","floor":"7:9"'),
+        (f'"{P1.name}":', f'"{P0.name}":'),
+    ],
+)
+def test_a_field_that_is_there_twice_is_refused(field: str, twice: str) -> None:
+    """The last one counted, and the other was ignored."""
+    text = FULL.to_json()
+    assert text.count(field) == 1
+    with pytest.raises(CheckpointError, match="is there twice"):
+        Checkpoint.from_json(text.replace(field, twice))
+
+
+@pytest.mark.parametrize("version", [2, COMPACT_VERSION])
+def test_the_versions_with_outputs_read_them(version: int) -> None:
+    read = Checkpoint.from_dict(FULL.to_dict() | {"version": version, "outputs": OUTPUTS})
+    assert read.outputs == Outputs("s", "0a", 1)
 
 
 QUARTERS = "0-9,32768-65535;10-32767"

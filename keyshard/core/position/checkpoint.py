@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,7 +32,12 @@ from keyshard.base_error import one_line
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_runs import index_runs, parse_indices
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.outputs import Outputs, handled_from_dict, handled_to_dict
+from keyshard.core.position.outputs import (
+    Outputs,
+    handled_from_dict,
+    handled_to_dict,
+    text_in,
+)
 from keyshard.core.ring.assignment import Rescaled
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import CheckpointError
@@ -131,8 +137,8 @@ class PartitionCheckpoint:
         if unknown:
             raise ValueError(f"unknown field {min(unknown)!r}")
         published = data["published"]
-        if type(published) is not int:
-            raise ValueError(f"published is {published!r}, not an integer")
+        if type(published) is not int or published < 0:
+            raise ValueError(f"published is {published!r}, not a time")
         result = cls(
             floor=EntryId.parse(data["floor"]) if "floor" in data else None,
             delivered=EntrySet.parse(data["delivered"]),
@@ -209,13 +215,12 @@ class SubscriptionId:
         """Parse the fields of a checkpoint; ``None`` without an id.
 
         Raises:
-            TypeError, ValueError: They have another form.
+            KeyError, TypeError, ValueError: They have another form.
         """
-        text, names = data.get("subscription_id"), data.get("without_id", [])
-        if text is None:
+        names = data.get("without_id", [])
+        if "subscription_id" not in data and not names:
             return None
-        if type(text) is not str:
-            raise ValueError(f"subscription_id is {text!r}")
+        text = text_in(data, "subscription_id")
         if type(names) is not list or not all(isinstance(name, str) for name in names):
             raise ValueError(f"without_id is {names!r}")
         return cls(text, frozenset(map(TopicPartition.parse, names)))
@@ -331,7 +336,7 @@ class Checkpoint:
                 f"The checkpoint is {shown(text)}.", "Use the stored text, or None."
             )
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_fields)
         except ValueError as exc:
             raise CheckpointError(
                 f"The checkpoint is not JSON: {exc}.", "Restore it, or start with a new checkpoint."
@@ -368,19 +373,21 @@ class Checkpoint:
             if type(ranges) is not int or not 1 <= ranges <= RING_SIZE:
                 raise ValueError(f"ranges is {ranges!r}")
             merged = data.get("merged")
-            if merged is not None and (type(merged) is not int or not 1 <= merged < ranges):
+            if "merged" in data and (type(merged) is not int or not 1 <= merged < ranges):
                 raise ValueError(f"merged is {merged!r}")
             parked = data.get("parked")
-            if parked is not None and not isinstance(parked, Mapping):
+            if "parked" in data and not isinstance(parked, Mapping):
                 raise ValueError(f"parked is {parked!r}")
             rescaled = Rescaled.from_dict(data["rescaled"]) if "rescaled" in data else None
             has_outputs = version == OUTPUTS_VERSION or (
                 version == COMPACT_VERSION and "outputs" in data
             )
+            if "outputs" in data and not has_outputs:
+                raise ValueError(f"version {version} has no outputs")
             outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
             subscription_id = SubscriptionId.from_dict(data)
             handled = handled_from_dict(data.get("handled", {}))
-            cluster, subscription = str(data["cluster"]), str(data["subscription"])
+            cluster, subscription = text_in(data, "cluster"), text_in(data, "subscription")
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
                 partitions[TopicPartition.parse(name)] = PartitionCheckpoint.from_dict(state)
@@ -400,3 +407,12 @@ class Checkpoint:
             cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs,
             subscription_id, handled,
         )  # fmt: skip
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a JSON object; the parser would keep the last of two with one name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"field {twice!r} is there twice")
+    return fields

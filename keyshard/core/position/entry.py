@@ -77,6 +77,10 @@ def is_system_topic(topic: str) -> bool:
     return topic.rpartition("/")[2].startswith("__")
 
 
+NUMBER_MAX = 2**63 - 1
+"""Highest number of a ledger or entry."""
+
+
 class TopicPartition(NamedTuple):
     """One topic partition. ``partition`` is -1 if the topic is not partitioned.
 
@@ -112,11 +116,11 @@ class EntryId(NamedTuple):
         """Parse ``ledger:entry``.
 
         Raises:
-            ValueError: The text is no entry id, or not canonical.
+            ValueError: The text is no entry id, not canonical, or has a number that no entry has.
         """
         ledger, _, entry = text.partition(":")
         result = cls(int(ledger), int(entry))
-        if min(result) < 0 or text != f"{result.ledger}:{result.entry}":
+        if min(result) < 0 or max(result) > NUMBER_MAX or text != f"{result.ledger}:{result.entry}":
             raise ValueError(f"{text!r} is not an entry id")
         return result
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry import NUMBER_MAX, EntryId
 from keyshard.core.position.entry_runs import Run, runs_of
 from keyshard.core.position.ledger_entries import (
     LedgerEntries,
@@ -113,7 +113,9 @@ class EntrySet:
                 ledger = int(name)
                 if ledger <= newest or str(ledger) != name:
                     raise ValueError(name)
-                ledgers[ledger] = parse_entries(entries)
+                found = ledgers[ledger] = parse_entries(entries)
+                if max(ledger, highest(found)) > NUMBER_MAX:
+                    raise ValueError(name)
                 newest = ledger
         except ValueError as exc:
             raise _bad(text) from exc

@@ -117,7 +117,19 @@ class Outputs:
                 raise ValueError(f"the outputs for {topic} have the hashing scheme {scheme!r}")
             topics[topic] = TopicRows(partitions, rows, scheme)
         handled = handled_from_dict(data["handled"])
-        return cls(str(data["sink"]), str(data["run"]), batch_id, topics, handled)
+        return cls(text_in(data, "sink"), text_in(data, "run"), batch_id, topics, handled)
+
+
+def text_in(data: Mapping[str, Any], name: str) -> str:
+    """Return a field that is text.
+
+    Raises:
+        KeyError, ValueError: It is missing, or no text.
+    """
+    text = data[name]
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {text!r}")
+    return text
 
 
 def check_owner(outputs: Outputs | None, sink_id: str | None) -> None:
