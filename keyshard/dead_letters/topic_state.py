@@ -283,10 +283,7 @@ def _id_text(position: EntryId | None) -> str | None:
 
 
 def _parse_id(text: str | None) -> EntryId | None:
-    if text is None:
-        return None
-    ledger, _, entry = text.partition(":")
-    return EntryId(int(ledger), int(entry))
+    return None if text is None else EntryId.parse(text)
 
 
 # -- Done dead letters: if their original is redelivered, it must not run again --------------------
