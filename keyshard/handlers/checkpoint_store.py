@@ -115,27 +115,27 @@ class CheckpointStore:
         Raises:
             CheckpointError: It cannot be read.
         """
-        text = self._read(self._path)
-        if self._copies and (text is None or not _is_whole(text)):
+        content = self._read(self._path)
+        if self._copies and (content is None or not _is_whole(content)):
             copy = self._read(self._copy)
             if copy is not None and _is_whole(copy):
                 self._only_copy = True
-                text = copy
+                content = copy
                 _log.warning(
                     "%s is missing or cut off, so its copy %s.new is used; to begin anew, delete "
                     "both", self._url, self._url,
                 )  # fmt: skip
-        if text is None:
+        if content is None:
             return None
         try:
-            return Checkpoint.from_json(text)
+            return Checkpoint.from_json(_text_of(content))
         except CheckpointError as exc:
             raise CheckpointError(
                 f"The checkpoint {self._url} cannot be read: {exc.problem}",
                 f"{exc.remedy} To begin at the cursor of the subscription, use another file.",
             ) from exc
 
-    def _read(self, path: str) -> str | None:
+    def _read(self, path: str) -> bytes | None:
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
@@ -146,7 +146,7 @@ class CheckpointStore:
                 f"The checkpoint {self._url} cannot be read: {exc}.",
                 "Check the location and its permissions.",
             ) from exc
-        return content.decode(errors="replace")
+        return content
 
     def save(self, checkpoint: Checkpoint) -> int:
         """Replace the stored checkpoint durably, and return its size in bytes.
@@ -184,11 +184,21 @@ class CheckpointStore:
             _log.debug("could not remove %s: %s", self._copy, exc)
 
 
-def _is_whole(text: str) -> bool:
-    """Return whether a text is complete JSON. A partly written checkpoint is not."""
+def _text_of(content: bytes) -> str:
     try:
-        json.loads(text)
-    except ValueError:
+        return content.decode()
+    except UnicodeDecodeError as exc:
+        raise CheckpointError(
+            f"The checkpoint is not text in UTF-8: {exc.reason} at byte {exc.start}.",
+            "Restore it, or start with a new checkpoint.",
+        ) from exc
+
+
+def _is_whole(content: bytes) -> bool:
+    """Return whether a file is complete JSON. A partly written checkpoint is not."""
+    try:
+        json.loads(content.decode())
+    except (ValueError, RecursionError):
         return False
     return True
 

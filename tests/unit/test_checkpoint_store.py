@@ -359,3 +359,26 @@ def test_the_path_of_a_local_file_may_have_an_at_sign(tmp_path: Path, scheme: st
     store = CheckpointStore(f"{scheme}{tmp_path}/ann@host.json")
     store.save(ONE)
     assert store.load() == ONE
+
+
+def test_a_checkpoint_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """Its damaged bytes became other characters of a name."""
+    path = tmp_path / "orders.json"
+    path.write_bytes(ONE.to_json().encode().replace(b"local", b"loc\xffl"))
+    with pytest.raises(CheckpointError, match=r"orders.json cannot be read: .*UTF-8"):
+        CheckpointStore(path).load()
+
+
+@pytest.mark.parametrize("damaged", [b"[" * 100_000, b'{"cluster":"loc\xffl"}'])
+def test_damaged_content_of_a_store_without_atomic_writes_counts_as_cut_off(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    """Deep nesting was a RecursionError, and bytes that are no text hid the whole copy."""
+    fsspec.register_implementation("tearing", _Tearing, clobber=True)
+    _Tearing.left = 100
+    store = CheckpointStore(f"tearing://{tmp_path}/orders.json")
+    store._files.pipe_file(store._path, damaged)
+    with pytest.raises(CheckpointError, match=r"orders.json cannot be read"):
+        store.load()
+    store._files.pipe_file(store._copy, ONE.to_json().encode())
+    assert store.load() == ONE
