@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pyarrow as pa
 
@@ -148,7 +149,8 @@ class Results:
         rows: RowsByTopic = {}
         for done in batch:
             for topic, columns in _columns(done, self._sink.topic):
-                run.checked(topic, columns)
+                if not self._again(partial(run.checked, topic, columns)):
+                    return
                 rows.setdefault(topic, []).append(columns)
         count = sum(len(columns) for parts in rows.values() for columns in parts)
         pieces = [piece for done in batch for piece in done.pieces]
@@ -156,24 +158,29 @@ class Results:
         with self._exchange.changed:
             entries = entries_done(pieces)
             self._published += count
-        while True:
-            try:
-                run.commit(entries, rows, handled)
-            except KeyShardError as exc:  # noqa: PERF203 - an attempt takes much longer
-                if self._exchange.stopping:
-                    _log.warning("the last results are not confirmed: %s", exc.summary)
-                    return
-                if not exc.retriable:
-                    raise
-                _log.warning("results are not confirmed, and published again: %s", exc.summary)
-                time.sleep(AGAIN_S)
-            else:
-                break
+        if not self._again(partial(run.commit, entries, rows, handled)):
+            return
         with self._exchange.changed:
             self._confirmed += count
             self._unsettled -= len(batch)
         for done in batch:
             self._exchange.taken(done, ())
+
+    def _again(self, action: Callable[[], None]) -> bool:
+        """Call until it succeeds; return false if the job stops before."""
+        while True:
+            try:
+                action()
+            except KeyShardError as exc:  # noqa: PERF203 - an attempt takes much longer
+                if self._exchange.stopping:
+                    _log.warning("the last results are not confirmed: %s", exc.summary)
+                    return False
+                if not exc.retriable:
+                    raise
+                _log.warning("results are not confirmed, and published again: %s", exc.summary)
+                time.sleep(AGAIN_S)
+            else:
+                return True
 
 
 def _columns(done: Done, default: str) -> Iterator[tuple[str, Outgoing]]:

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from keyshard import KeyShardSink, Produce
 from keyshard.broker.memory import Message
+from keyshard.columns.outgoing import Outgoing
 from keyshard.core.lanes.lane_status import LatencyHistogram
+from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.handlers.entry_run import RowsByTopic
 from ray_adapter import job as job_module
+from ray_adapter import results
 from ray_adapter.actor import CallResult, messages
 from ray_adapter.job import END_S, Job
-from ray_adapter.job_state import LOOK_S
+from ray_adapter.job_state import LOOK_S, ActorSlot, Done, JobState
 from ray_adapter.options import JobOptions, Takes
 from tests.support.memory_topic import MemoryTopic
 
@@ -108,3 +113,35 @@ def test_the_source_ends_after_the_last_commit(
             job.drain()
     assert early == [False]
     assert topic.backlog() == 0
+
+
+class Unreachable:
+    """A run whose topic cannot be opened at first."""
+
+    def __init__(self, error: KeyShardError) -> None:
+        self.errors = [error]
+        self.committed: list[str] = []
+
+    def checked(self, _topic: str, _rows: Outgoing) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+    def commit(self, _entries: object, rows: RowsByTopic, _handled: object) -> None:
+        self.committed += rows
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_topic_that_cannot_be_opened_for_a_while_does_not_end_the_job(
+    stopping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unreachable broker ended the job if it was the first result for a topic."""
+    monkeypatch.setattr(results, "AGAIN_S", 0.0)
+    (actor,) = slots = [ActorSlot(0, None)]
+    exchange = JobState(slots, 1, 0.0, 1_000_000)
+    published = results.Results(exchange, KeyShardSink("out", service_url="memory://out"))
+    published.add(Done(actor, (), [[Produce(b"1")]]))
+    run: Any = Unreachable(BrokerUnavailableError("The broker is away."))
+    exchange.stopping = stopping
+    published._commit(run, list(published._waiting))
+    assert run.errors == []
+    assert run.committed == ([] if stopping else [KeyShardSink("out").topic])
