@@ -205,7 +205,8 @@ class ProcessHandle:
 
         Raises:
             UnfitHandlerError: It cannot load the handler.
-            HandlerProcessError: It ended before, or was not ready in time.
+            HandlerProcessError: The system cannot start it, it ended before, or it was not ready in
+                time.
         """
         self._starting = True
         try:
@@ -214,6 +215,25 @@ class ProcessHandle:
             self._starting = False
 
     def _start(self) -> None:
+        try:
+            self._begin()
+        except OSError as exc:
+            check = "the memory of this machine, and its limits of processes and open files"
+            if exc.filename is not None:
+                check = f"that {exc.filename} exists and may be executed"
+            raise HandlerProcessError(
+                f"The system started no handler process: {exc.strerror or exc}.", f"Check {check}."
+            ) from exc
+        reply = self._ask(None, START_TIMEOUT_S, "it loaded the handler")
+        if isinstance(reply, Reply):
+            self.end()
+            raise UnfitHandlerError(
+                f"A handler process cannot load the handler: {reply.reason}.",
+                "Define the handler at the top level of a module that the process can import, or "
+                "set executor to 'threads'.",
+            )
+
+    def _begin(self) -> None:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         process = context.Process(
@@ -229,14 +249,11 @@ class ProcessHandle:
             self._process, self._connection = process, near
             self._starts += 1
         far.close()
-        reply = self._ask(None, START_TIMEOUT_S, "it loaded the handler")
-        if isinstance(reply, Reply):
-            self.end()
-            raise UnfitHandlerError(
-                f"A handler process cannot load the handler: {reply.reason}.",
-                "Define the handler at the top level of a module that the process can import, or "
-                "set executor to 'threads'.",
-            )
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the system has started a process."""
+        return self._starts > 0
 
     def end(self) -> None:
         """Kill the process; from any thread. A caller that waits for it gets an error."""
@@ -308,6 +325,7 @@ class ProcessExecutor(ThreadExecutor):
 
     Raises:
         ConfigError: The handler cannot be pickled.
+        HandlerProcessError: The system cannot start a process.
         UnfitHandlerError: A process cannot load the handler.
     """
 
@@ -376,6 +394,8 @@ def _first(process: ProcessHandle) -> ProcessHandle:
     try:
         process.start()
     except HandlerProcessError as exc:
+        if not process.has_started:
+            raise
         raise UnfitHandlerError(
             f"{exc.problem} The output above this error shows its cause.",
             f"{exc.remedy} If a script runs a source in processes, the script needs "

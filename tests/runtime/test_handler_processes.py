@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import types
+from multiprocessing import popen_spawn_posix
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +16,7 @@ import pytest
 
 from keyshard import Checkpoint, Message, Reject, RetryLater
 from keyshard.broker.memory import Message as Stored
-from keyshard.errors import ConfigError
+from keyshard.errors import ConfigError, HandlerProcessError
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
@@ -151,6 +153,30 @@ def test_a_handler_that_processes_cannot_load_ends_the_source_with_the_import_er
             orders.source().run(module.handle, executor="processes", workers=2)
     finally:
         del sys.modules["only_here"]
+    assert orders.backlog() in (count, -1)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Check the memory of this machine"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/gone/python"),
+            "Check that /gone/python exists",
+        ),
+    ],
+)
+def test_a_process_that_the_system_cannot_start_is_named(
+    orders: HandledTopic, monkeypatch: pytest.MonkeyPatch, error: OSError, says: str
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise error
+
+    count = orders.publish(keys=1, per_key=1)
+    monkeypatch.setattr(popen_spawn_posix.Popen, "_launch", fails)
+    with pytest.raises(HandlerProcessError, match="started no handler process") as caught:
+        orders.source().run(raises, executor="processes", workers=1)
+    assert caught.value.remedy.startswith(says)
     assert orders.backlog() in (count, -1)
 
 
