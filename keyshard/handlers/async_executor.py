@@ -69,6 +69,8 @@ class AsyncExecutor:
         """The thread of the event loop."""
         self._context = contextvars.copy_context()
         self._awake = False
+        self._spawning = False
+        """Whether a task is being made; the lock is held then."""
         self._closing = False
         self._loop = EventLoop(ASYNC_NAME) if loop is None else CallersLoop(loop)
 
@@ -141,11 +143,17 @@ class AsyncExecutor:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], of: Work | Bulk) -> None:
         """Run a coroutine in its own task and context."""
-        task = self._context.run(self._loop.loop.create_task, coroutine)
+        self._spawning = True
+        try:
+            task = self._context.run(self._loop.loop.create_task, coroutine)
+        finally:
+            self._spawning = False
         # An event loop keeps only weak references to its tasks.
         self._tasks[id(of)] = task
 
     async def _serve(self, work: Work) -> None:
+        if self._spawning:  # the loop of the caller starts tasks at once, inside create_task()
+            await asyncio.sleep(0)
         # The time for which the task waited for the event loop is no part of the duration.
         work.started_s = time.monotonic()
         task = asyncio.current_task()
@@ -192,6 +200,8 @@ class AsyncExecutor:
     # -- bulks -------------------------------------------------------------------------------------
 
     async def _serve_bulk(self, bulk: Bulk) -> None:
+        if self._spawning:
+            await asyncio.sleep(0)
         dispatcher = self._dispatcher
         work: Work | None = None
         try:

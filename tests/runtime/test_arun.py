@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,51 @@ def test_coroutines_run_in_the_loop_and_context_of_the_caller(orders: HandledTop
         TENANT.set("a")
         await source.arun(handle, lanes=2)
         assert loops == {asyncio.get_running_loop()}
+
+    run_coroutine(main())
+    assert (orders.count, orders.backlog()) == (count, 0)
+
+
+def begun_at_once(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+) -> asyncio.Task[Any]:
+    """Start a task inside create_task(), as ``asyncio.eager_task_factory`` of Python 3.12 does."""
+    steps: list[Any] = []
+    made_loop: Any = loop
+    call_soon = loop.call_soon
+    made_loop.call_soon = lambda step, *_, **__: steps.append(step)
+    try:
+        task: asyncio.Task[Any] = vars(asyncio.tasks)["_PyTask"](coroutine, loop=loop, **options)
+    finally:
+        made_loop.call_soon = call_soon
+    outer = asyncio.current_task(loop)
+    if outer is not None:
+        asyncio.tasks._leave_task(loop, outer)
+    try:
+        copy_context().run(*steps)
+    finally:
+        if outer is not None:
+            asyncio.tasks._enter_task(loop, outer)
+    return task
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_loop_that_starts_tasks_at_once_runs_handlers(orders: HandledTopic, waits: bool) -> None:
+    """The first handler ran before its task was known, which ended the source."""
+    count = orders.publish(keys=10, per_key=100)
+    source = orders.source()
+
+    async def handle(message: Message) -> None:
+        if waits:
+            await asyncio.sleep(0)
+        orders.note(message)
+        if orders.count == count:
+            source.stop()
+
+    async def main() -> None:
+        factory = getattr(asyncio, "eager_task_factory", begun_at_once)
+        asyncio.get_running_loop().set_task_factory(factory)
+        await source.arun(handle, lanes=2)
 
     run_coroutine(main())
     assert (orders.count, orders.backlog()) == (count, 0)
