@@ -44,12 +44,12 @@ left = int(count)
 
 def stop_before(owner, name, weight):
     inner = getattr(owner, name)
-    def outer(*args):
+    def outer(*args, **options):
         global left
         before, left = left, left - weight(*args)
         if before > 0 >= left:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return inner(*args)
+        return inner(*args, **options)
     setattr(owner, name, outer)
 
 if moment == "opened":
