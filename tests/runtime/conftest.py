@@ -22,31 +22,55 @@ from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import RescaledSource
 from tests.support.schema_shop import Shop
-from tests.support.simulated import run_simulated
+from tests.support.simulated import LaterFixture, run_simulated
 from tests.support.split_topic import SplitTopic
 from tests.support.watched_job import Job
 
 SEEDS = 3
-"""Simulated courses of each test that uses :func:`simulated`."""
+"""Simulated courses of a test that has the marker ``simulated`` without a number of seeds."""
 
 
-@pytest.fixture(params=range(SEEDS), ids="seed-{}".format)
-def simulated(request: pytest.FixtureRequest) -> int:
-    """Run the body of the test in the simulation, with this seed: see ``run_simulated``."""
-    seed: int = request.param
-    return seed
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that has the marker ``simulated`` once for each seed."""
+    mark = metafunc.definition.get_closest_marker("simulated")
+    if mark is not None:
+        seeds = range(mark.kwargs.get("seeds", SEEDS))
+        metafunc.fixturenames.append("simulated")
+        metafunc.parametrize("simulated", seeds, ids="seed-{}".format)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> LaterFixture | None:
+    """Let the simulation make the fixtures of the runtime tests, if it runs the test."""
+    of_folder = fixturedef.func.__module__.startswith("tests.runtime.")
+    ours = of_folder and fixturedef.scope == "function"
+    if not ours or _seed(request.node) is None:
+        return None
+    arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
+    later = LaterFixture(fixturedef.func, arguments)
+    key = getattr(request, "param", None)
+    fixturedef.cached_result = (later, key, None)
+    return later
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body of a test in the simulation if it uses :func:`simulated`."""
-    seed = pyfuncitem.funcargs.get("simulated")
-    if not isinstance(seed, int):
+    """Run a test in the simulation if it has a seed: see ``run_simulated``."""
+    seed = _seed(pyfuncitem)
+    if seed is None:
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    run_simulated(pyfuncitem.obj, arguments, seed)
+    fixtures = pyfuncitem.funcargs
+    arguments = {name: fixtures[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run_simulated(pyfuncitem.obj, arguments, seed, fixtures)
     return True
+
+
+def _seed(test: Any) -> int | None:
+    """Return the seed of a simulated test; ``None`` for others."""
+    marked = test.get_closest_marker("simulated") is not None
+    return test.callspec.params["simulated"] if marked else None
 
 
 @pytest.fixture
@@ -135,7 +159,7 @@ def make_recorded() -> Iterator[Callable[..., RecordedHandler]]:
 
 
 @pytest.fixture
-def make_rescaled(request: pytest.FixtureRequest) -> Iterator[Callable[..., RescaledSource]]:
+def make_rescaled() -> Iterator[Callable[..., RescaledSource]]:
     made: list[RescaledSource] = []
 
     def make(*args: Any, **settings: Any) -> RescaledSource:
@@ -143,9 +167,8 @@ def make_rescaled(request: pytest.FixtureRequest) -> Iterator[Callable[..., Resc
         return made[-1]
 
     yield make
-    if "simulated" not in request.fixturenames:  # the scheduler has ended the threads
-        for rescaled in made:
-            rescaled.end()
+    for rescaled in made:
+        rescaled.end()
 
 
 @pytest.fixture

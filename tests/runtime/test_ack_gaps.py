@@ -27,6 +27,7 @@ from tests.support.gap_topic import (
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
+@pytest.mark.simulated
 def test_three_thousand_markers_leave_nothing_in_a_checkpoint(
     gap_topic: GapTopic, with_admin: bool
 ) -> None:

@@ -30,6 +30,8 @@ from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.memory_topic import SUBSCRIPTION, MemoryTopic
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 KEYS = keys_of(4)
 QUIET_MS, TIMEOUT_MS = int(deadline(1.5) * 1_000), int(deadline(20) * 1_000)
 HOUR_MS = 3_600_000

@@ -7,6 +7,8 @@ import pytest
 from keyshard.broker.memory import MemoryCluster, Message
 from tests.helpers import config, received, rows_of, running
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 RANGES = 4
 ROWS = 440
 

@@ -66,6 +66,7 @@ def batches(
     return ends
 
 
+@pytest.mark.simulated
 def test_a_run_takes_each_generation_of_segments_after_the_one_before(
     topic: ScalableTopic,
 ) -> None:
@@ -81,12 +82,14 @@ def test_a_run_takes_each_generation_of_segments_after_the_one_before(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_an_empty_topic_ends_at_once(topic: ScalableTopic) -> None:
     topic.split(0)
     with bounded(topic, available_now_quiet_ms=HOUR_MS) as coordinator:
         assert batches(topic, coordinator) == []
 
 
+@pytest.mark.simulated
 def test_messages_and_segments_after_the_start_are_left_for_the_next_run(
     topic: ScalableTopic,
 ) -> None:
@@ -107,6 +110,7 @@ def test_messages_and_segments_after_the_start_are_left_for_the_next_run(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_segment_that_is_deleted_after_it_was_drained_is_not_waited_for(
     topic: ScalableTopic,
 ) -> None:
@@ -128,6 +132,7 @@ def test_a_segment_that_is_deleted_after_it_was_drained_is_not_waited_for(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_question_that_fails_after_a_segment_was_closed_does_not_forget_it(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +164,7 @@ def test_a_question_that_fails_after_a_segment_was_closed_does_not_forget_it(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_topic_that_is_deleted_ends_its_run(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +180,7 @@ def test_a_topic_that_is_deleted_ends_its_run(
         batches(topic, coordinator)
 
 
+@pytest.mark.simulated
 def test_segments_that_are_acknowledged_before_the_run_are_not_waited_for(
     topic: ScalableTopic,
 ) -> None:
@@ -190,6 +197,7 @@ def test_segments_that_are_acknowledged_before_the_run_are_not_waited_for(
 
 
 @pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.simulated
 def test_a_run_that_is_killed_is_continued_by_the_next(
     topic: ScalableTopic, committed: bool
 ) -> None:
@@ -212,6 +220,7 @@ def test_a_run_that_is_killed_is_continued_by_the_next(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_children_of_a_segment_with_a_delayed_message_are_left_for_a_later_run(
     topic: ScalableTopic, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +237,7 @@ def test_children_of_a_segment_with_a_delayed_message_are_left_for_a_later_run(
     assert "2 segments, such as segment://" in caplog.text
 
 
+@pytest.mark.simulated
 def test_a_question_about_the_segments_that_fails_leaves_nothing_out(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +258,7 @@ def test_a_question_about_the_segments_that_fails_leaves_nothing_out(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_run_whose_segments_stay_unknown_fails_with_the_reason(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

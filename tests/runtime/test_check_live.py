@@ -155,6 +155,7 @@ def test_a_producer_that_fails_ends_the_check(topic: CheckedTopic) -> None:
     assert len(gained) == len(lost) == 3 * 4, "the ranges are given back"
 
 
+@pytest.mark.simulated
 def test_a_producer_is_not_waited_for_longer_than_the_deadline(topic: CheckedTopic) -> None:
     def publish(progress: Callable[[int], None]) -> ProduceReport:
         while True:

@@ -26,6 +26,8 @@ from tests.helpers import (
 )
 from tests.support.coordinated_topic import CoordinatedTopic, assert_in_order, cut, values
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 
 @pytest.mark.parametrize("batching", [Batching.NONE, Batching.BY_KEY])
 def test_every_message_comes_once_in_key_order_and_is_acknowledged(

@@ -19,6 +19,8 @@ from tests.helpers import config, received, rows_of, running, started, wait_unti
 from tests.support.coordinated_topic import CoordinatedTopic, assert_in_order, cut, values
 from tests.support.faulty_broker import Fault, faulty
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 
 @pytest.mark.parametrize("parallelism", [1, 3, 16])
 def test_a_planned_batch_runs_again_the_same_under_another_parallelism(

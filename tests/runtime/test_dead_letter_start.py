@@ -15,6 +15,8 @@ from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingTopic
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 ENDS_WITHIN_S = 10
 """Far less than ``replay_timeout_ms``, 120 s, for which a silent dead-letter topic is read."""
 

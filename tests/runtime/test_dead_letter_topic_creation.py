@@ -31,6 +31,8 @@ from tests.support.faulty_broker import Fault, ScriptedCall, faulty, giving
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.parking_topic import ParkingTopic
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 WHERE = TopicPartition("persistent://public/default/letters")
 NO_PRODUCER = BrokerUnavailableError("No producer.")
 

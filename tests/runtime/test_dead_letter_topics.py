@@ -13,6 +13,8 @@ from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingTopic
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 
 def test_the_dead_letter_topic_must_not_be_consumed_itself(parking: ParkingTopic) -> None:
     with pytest.raises(ConfigError, match="which this source consumes"):

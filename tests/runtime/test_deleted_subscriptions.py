@@ -32,6 +32,8 @@ from tests.helpers import commit, config, key_in, received, rows_of, running, wa
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import NumberedTopic, Run
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 KEYS = [key_in(hash_range) for hash_range in split_ring(4)]
 NAME = "keyshard"
 

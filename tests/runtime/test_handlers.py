@@ -209,6 +209,7 @@ def test_a_stop_waits_for_the_retry_of_a_started_entry(orders: HandledTopic, exe
 
 
 @pytest.mark.parametrize("after_s", [0.5, 60.0])
+@pytest.mark.simulated
 def test_a_stop_does_not_stay_longer_than_its_deadline_for_a_retry(
     orders: HandledTopic, after_s: float
 ) -> None:
@@ -270,6 +271,7 @@ def test_a_handler_that_never_returns_is_left_behind_at_the_deadline(orders: Han
     release.set()
 
 
+@pytest.mark.simulated
 def test_nothing_completed_comes_again_after_a_broker_crash_with_a_checkpoint(
     orders: HandledTopic, tmp_path: Path
 ) -> None:
@@ -315,6 +317,7 @@ def test_batches_return_rows_and_unacknowledged_ones_come_again(
     assert orders.backlog() == 0
 
 
+@pytest.mark.simulated
 def test_a_window_full_of_unacknowledged_batches_is_named(orders: HandledTopic) -> None:
     orders.publish(keys=10, per_key=40)
     source = orders.source(window_rows_max=100, operation_timeout_ms=1_000)
@@ -378,6 +381,7 @@ def test_a_source_runs_once_at_a_time(orders: HandledTopic) -> None:
             source.run(orders.note)
 
 
+@pytest.mark.simulated
 def test_a_stop_lets_a_rescale_end_so_that_acknowledgements_have_consumers(
     orders: HandledTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

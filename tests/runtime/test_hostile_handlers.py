@@ -157,6 +157,7 @@ def broken(_: object) -> Any:
 
 @pytest.mark.parametrize("wait", [broken, lambda _: math.nan, lambda _: -math.inf, lambda _: "x"])
 @pytest.mark.parametrize("stop", [tenacity.stop_after_attempt(2), broken])
+@pytest.mark.simulated
 def test_a_policy_that_fails_is_replaced_by_the_default_and_named_once(
     orders: HandledTopic, wait: Any, stop: Any, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -27,6 +27,8 @@ from tests.helpers import commit, config, key_in, received, rows_of, started, wa
 from tests.support.faulty_broker import Fault, ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 LOW, HIGH = (key_in(hash_range) for hash_range in split_ring(2))
 BEFORE_MS, AFTER_MS = 1_000, 100_000
 TOPIC = "persistent://public/default/orders"

@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections import Counter
 
 import pyarrow as pa
+import pytest
 
 from keyshard import Message
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
@@ -17,6 +18,8 @@ from keyshard.source_stream import SourceBatch
 from tests.helpers import config, wait_until
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
+
+pytestmark = pytest.mark.simulated(seeds=1)
 
 KEYS = [b64encode(b"customer-%d" % number).decode() for number in range(40)]
 

@@ -101,7 +101,7 @@ def test_an_outage_parks_no_key_and_is_named(
     assert "handlers continue" in logged
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 @pytest.mark.parametrize("keys", [KEYS_MIN - 1, 40])
 def test_the_default_policy_survives_six_seconds_for_any_number_of_keys(
     orders: HandledTopic, keys: int
@@ -115,7 +115,7 @@ def test_the_default_policy_survives_six_seconds_for_any_number_of_keys(
     assert not orders.errors
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_poison_is_parked_while_others_continue_and_after_an_outage(orders: HandledTopic) -> None:
     database = Database(orders)
     poison = [Stored(b"poison", key=f"bad-{n}") for n in range(2 * KEYS_MIN)]
@@ -129,7 +129,7 @@ def test_poison_is_parked_while_others_continue_and_after_an_outage(orders: Hand
     assert status["parkedKeys"] == len(poison)
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_bad_key_at_the_head_does_not_keep_good_ones_from_being_tried(
     orders: HandledTopic,
 ) -> None:
@@ -158,7 +158,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.PAUSE_MAX_S", 0.1)
 
 
-@pytest.mark.usefixtures("hurried", "simulated")
+@pytest.mark.simulated
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("per_key", [1, 2])
 def test_keys_that_fail_and_fill_the_window_make_room_for_others(
     orders: HandledTopic, per_key: int, caplog: pytest.LogCaptureFixture
@@ -183,7 +184,8 @@ def test_keys_that_fail_and_fill_the_window_make_room_for_others(
     assert "failing keys fill the window" in caplog.text
 
 
-@pytest.mark.usefixtures("hurried", "simulated")
+@pytest.mark.simulated
+@pytest.mark.usefixtures("hurried")
 def test_an_outage_that_fills_the_window_parks_few_keys_at_a_time(orders: HandledTopic) -> None:
     database = Database(orders)
     patient = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(20))
@@ -206,7 +208,8 @@ def test_an_outage_that_fills_the_window_parks_few_keys_at_a_time(orders: Handle
     assert not orders.errors
 
 
-@pytest.mark.usefixtures("hurried", "simulated")
+@pytest.mark.simulated
+@pytest.mark.usefixtures("hurried")
 def test_an_outage_parks_nothing_while_there_is_room(orders: HandledTopic) -> None:
     database = Database(orders)
     count = orders.publish(keys=60, per_key=1)
@@ -217,7 +220,7 @@ def test_an_outage_parks_nothing_while_there_is_room(orders: HandledTopic) -> No
     assert not orders.errors
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_good_key_behind_more_bad_ones_than_a_round_tries_is_found(
     orders: HandledTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +306,7 @@ def test_bad_keys_beside_good_ones_are_parked_and_delay_no_other(
     assert max(waited) < 1.5 * count + KEYS_MIN, "good keys wait for nobody"
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_probe_that_hangs_stops_no_other_key(orders: HandledTopic) -> None:
     """Issue: the circuit breaker waited for a hung probe, and every key with it."""
     hung, released = threading.Event(), threading.Event()
@@ -329,7 +332,7 @@ def test_a_probe_that_hangs_stops_no_other_key(orders: HandledTopic) -> None:
     assert not orders.errors
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 @pytest.mark.parametrize("error", [Reject("no"), RetryLater(0.01)])
 def test_rejections_do_not_open_the_circuit(orders: HandledTopic, error: Exception) -> None:
     tried: set[tuple[str | None, bytes]] = set()
@@ -347,7 +350,7 @@ def test_rejections_do_not_open_the_circuit(orders: HandledTopic, error: Excepti
         assert circuit_of(run.source)["openings"] == 0
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_stop_in_an_outage_ends_at_its_deadline_and_loses_nothing(orders: HandledTopic) -> None:
     database = Database(orders)
     count = orders.publish(keys=20, per_key=1)

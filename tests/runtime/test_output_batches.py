@@ -26,6 +26,8 @@ from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.output_log import OutputLog
 from tests.support.copied_topic import Copied
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 
 @pytest.fixture
 def once(copied: Copied) -> Copied:

@@ -26,6 +26,8 @@ from tests.helpers import DEADLINE_S, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.handled_topic import AT_ONCE
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 SEEDS = int(os.environ.get("KEYSHARD_TEST_SEEDS", "8"))
 RUNS_MAX = 40
 

@@ -169,6 +169,7 @@ def killed_while_it_publishes(
 
 
 @pytest.mark.parametrize("scheme", ["java", "murmur3"])
+@pytest.mark.simulated
 def test_outputs_of_an_unfinished_batch_keep_their_hashing_scheme(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Literal["java", "murmur3"]
 ) -> None:
@@ -183,6 +184,7 @@ def test_outputs_of_an_unfinished_batch_keep_their_hashing_scheme(
     assert once.by_key() == twice(9, 60)
 
 
+@pytest.mark.simulated
 def test_outputs_of_a_name_that_the_broker_forgot_are_found_and_stored_once(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_outputs_of_a_name_that_the_broker_forgot_are_found_and_stored_once(
     assert once.by_key() == twice(9, 60)
 
 
+@pytest.mark.simulated
 def test_handled_messages_of_an_unfinished_entry_are_not_handled_again(
     once: Copied, path: Path
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_restart_rejects_no_message_again_after_newer_ones_of_its_key(
     assert got == [("a", b"1"), ("a", b"2"), ("b", b"1")]
 
 
+@pytest.mark.simulated
 def test_a_stop_before_the_confirmation_leaves_the_batch_to_the_next_start(
     once: Copied, path: Path
 ) -> None:
@@ -269,6 +273,7 @@ def test_a_stop_before_the_confirmation_leaves_the_batch_to_the_next_start(
     assert not once.errors
 
 
+@pytest.mark.simulated
 def test_a_start_publishes_the_batch_of_its_checkpoint_that_was_never_sent(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +292,7 @@ def test_a_start_publishes_the_batch_of_its_checkpoint_that_was_never_sent(
     assert not once.errors
 
 
+@pytest.mark.simulated
 def test_a_start_that_waits_for_outputs_of_its_checkpoint_can_be_stopped(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +341,7 @@ def test_more_topics_than_a_run_may_open_fail_their_messages(
     assert all("3 topics already" in str(one.properties) for one in dead)
 
 
+@pytest.mark.simulated
 def test_a_stalled_topic_holds_back_input_and_is_named(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +368,7 @@ def test_a_stalled_topic_holds_back_input_and_is_named(
     assert once.by_key() == twice(40, 12)
 
 
+@pytest.mark.simulated
 def test_a_refused_output_becomes_a_dead_letter_and_others_go_on(once: Copied, path: Path) -> None:
     once.publish(keys=4, per_key=3)
 
@@ -377,6 +385,7 @@ def test_a_refused_output_becomes_a_dead_letter_and_others_go_on(once: Copied, p
     assert once.by_key()["key-0"] == [b"0", b"2"]
 
 
+@pytest.mark.simulated
 def test_outputs_of_replayed_dead_letters_are_published(once: Copied, path: Path) -> None:
     once.publish(keys=2, per_key=3)
     fails = threading.Event()
@@ -397,6 +406,7 @@ def test_outputs_of_replayed_dead_letters_are_published(once: Copied, path: Path
     assert once.by_key() == {f"key-{k}": [b"0", b"1", b"2"] for k in range(2)}
 
 
+@pytest.mark.simulated
 def test_outputs_go_to_several_topics_once(once: Copied, path: Path) -> None:
     other = once.cluster.create_topic("other", 0)
     once.cluster.deduplicate(other)
@@ -422,6 +432,7 @@ def test_a_topic_without_deduplication_is_refused_at_the_start(copied: Copied, p
     assert not path.exists()
 
 
+@pytest.mark.simulated
 def test_a_checkpoint_needs_a_sink_id_and_the_sink_of_its_outputs(once: Copied, path: Path) -> None:
     nameless = KeyShardSink(once.out, service_url=once.url)
     with pytest.raises(ConfigError, match="sink_id"):
@@ -497,6 +508,7 @@ def test_a_checkpoint_that_fails_during_a_stop_leaves_no_handler_behind(
 
 
 @pytest.mark.parametrize("fails", ["save", "publish"])
+@pytest.mark.simulated
 def test_a_stop_after_a_failed_commit_does_not_wait_for_replayed_dead_letters(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_nothing_is_acknowledged_before_its_outputs_are_confirmed(copied: Copied
     assert copied.by_key() == twice(5, 3)
 
 
+@pytest.mark.simulated
 def test_a_stalled_output_topic_holds_back_input_and_is_named(copied: Copied) -> None:
     copied.publish(keys=40, per_key=10)
     copied.hold()
@@ -132,6 +133,7 @@ def test_a_stalled_output_topic_holds_back_input_and_is_named(copied: Copied) ->
     assert copied.by_key() == twice(40, 10)
 
 
+@pytest.mark.simulated
 def test_an_output_that_is_not_confirmed_is_published_again_by_another_attempt(
     copied: Copied,
 ) -> None:

@@ -102,6 +102,7 @@ def moved(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("forgotten", [2, LETTERS])
+@pytest.mark.simulated
 def test_a_message_redelivered_before_its_key_is_unparked_runs_once(
     parking: ParkingTopic, forgotten: int, moved: bool
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_message_redelivered_before_its_key_is_unparked_runs_once(
 
 
 @pytest.mark.parametrize("forgotten", [2, LETTERS])
+@pytest.mark.simulated
 def test_a_message_redelivered_during_the_replay_behind_newer_ones_runs_once(
     parking: ParkingTopic, forgotten: int, moved: bool
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_message_redelivered_during_the_replay_behind_newer_ones_runs_once(
 
 
 @pytest.mark.parametrize("forgotten", [2, LETTERS])
+@pytest.mark.simulated
 def test_a_message_redelivered_behind_the_replay_and_a_newer_one_runs_once(
     parking: ParkingTopic, forgotten: int, moved: bool
 ) -> None:
@@ -147,6 +150,7 @@ def test_a_message_redelivered_behind_the_replay_and_a_newer_one_runs_once(
 
 
 @pytest.mark.parametrize("forgotten", [2, LETTERS])
+@pytest.mark.simulated
 def test_a_message_redelivered_after_a_restart_that_unparks_its_key_runs_once(
     parking: ParkingTopic, forgotten: int, moved: bool
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_message_redelivered_after_a_restart_that_unparks_its_key_runs_once(
         key.end()
 
 
+@pytest.mark.simulated
 def test_a_newer_dead_letter_runs_behind_a_redelivery_also_after_a_restart(
     parking: ParkingTopic,
 ) -> None:

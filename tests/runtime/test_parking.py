@@ -109,6 +109,7 @@ def test_a_dead_letter_is_the_message_with_its_failure_as_properties(
 
 @pytest.mark.parametrize("key", ["", "k"])
 @pytest.mark.parametrize("value", [None, b""])
+@pytest.mark.simulated
 def test_null_and_empty_values_come_back_unchanged(
     parking: ParkingTopic, key: str, value: bytes | None
 ) -> None:
@@ -134,6 +135,7 @@ def test_null_and_empty_values_come_back_unchanged(
 
 
 @pytest.mark.parametrize("on_failure", ["park", "dead_letter", "stop"])
+@pytest.mark.simulated
 def test_a_rejected_message_becomes_a_dead_letter_and_its_key_continues(
     parking: ParkingTopic, on_failure: str
 ) -> None:
@@ -192,6 +194,7 @@ def test_messages_without_key_are_rejected_when_that_is_asked_for(parking: Parki
 
 
 @pytest.mark.parametrize("null_keys", ["spread", "serialise"])
+@pytest.mark.simulated
 def test_a_message_without_key_cannot_park_others(parking: ParkingTopic, null_keys: str) -> None:
     parking.broken = {None}
     parking.cluster.publish(parking.topic, *(Stored(b"%d" % n) for n in range(3)))
@@ -204,6 +207,7 @@ def test_a_message_without_key_cannot_park_others(parking: ParkingTopic, null_ke
     }
 
 
+@pytest.mark.simulated
 def test_nothing_is_acknowledged_while_its_dead_letter_is_not_confirmed(
     parking: ParkingTopic,
 ) -> None:

@@ -6,10 +6,14 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from keyshard import Message
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingTopic, numbers
+
+pytestmark = pytest.mark.simulated(seeds=1)
 
 
 def test_a_restart_knows_the_parked_keys_before_it_handles_anything(parking: ParkingTopic) -> None:

@@ -43,6 +43,7 @@ def paused(recorded: RecordedHandler) -> int:
     return handled
 
 
+@pytest.mark.simulated
 def test_a_paused_source_receives_nothing_and_loses_nothing(make_recorded: MakeRecorded) -> None:
     recorded = make_recorded(handle)
     source = recorded.source
@@ -64,6 +65,7 @@ def test_a_paused_source_receives_nothing_and_loses_nothing(make_recorded: MakeR
     recorded.check()
 
 
+@pytest.mark.simulated
 def test_a_rescale_of_a_paused_source_leaves_it_paused(make_recorded: MakeRecorded) -> None:
     recorded = make_recorded(handle)
     recorded.keep_publishing()

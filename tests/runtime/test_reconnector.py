@@ -113,6 +113,7 @@ def test_a_consumer_that_reconnects_by_itself_is_left_alone(
 @pytest.mark.parametrize(
     "error", [BrokerUnavailableError("away"), RangeConflictError("taken"), BrokerError("no")]
 )
+@pytest.mark.simulated
 def test_an_attempt_that_fails_ends_nothing(make_source: MakeSource, error: BrokerError) -> None:
     rescaled = make_source()
     rescaled.keep_publishing()
@@ -128,6 +129,7 @@ def test_an_attempt_that_fails_ends_nothing(make_source: MakeSource, error: Brok
     rescaled.check()
 
 
+@pytest.mark.simulated
 def test_topic_partitions_that_cannot_be_subscribed_hold_up_no_other_and_name_no_other(
     make_source: MakeSource,
 ) -> None:
@@ -165,6 +167,7 @@ def test_while_the_broker_does_not_answer_nothing_is_tried(make_source: MakeSour
     rescaled.check()
 
 
+@pytest.mark.simulated
 def test_ranges_move_while_their_consumers_are_away(make_source: MakeSource) -> None:
     rescaled = make_source()
     rescaled.keep_publishing()
@@ -177,6 +180,7 @@ def test_ranges_move_while_their_consumers_are_away(make_source: MakeSource) -> 
     rescaled.check()
 
 
+@pytest.mark.simulated
 def test_topics_come_and_a_source_stops_while_consumers_are_away(make_source: MakeSource) -> None:
     rescaled = make_source()
     for _ in range(5):
@@ -332,7 +336,7 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_ope
     rescaled.check()
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_ranges_move_while_a_look_up_for_a_lost_consumer_waits(make_source: MakeSource) -> None:
     """1. A topic partition is away, and its broker does not answer. 2. Ranges move. 3. It answers,
     when another consumer has the range.
@@ -363,7 +367,7 @@ def test_ranges_move_while_a_look_up_for_a_lost_consumer_waits(make_source: Make
     rescaled.check()
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_consumer_that_was_subscribed_when_its_range_had_moved_is_closed(
     make_source: MakeSource,
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_balance_gives_the_busy_range_less_and_names_the_hot_key(
     assert sorted({owner for owner, _ in rescaled.ring()}) == [0, 1, 2, 3]
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_handler_that_hangs_leaves_everything_as_it_was(make_rescaled: MakeRescaled) -> None:
     rescaled = make_rescaled(4, 0.2)
     rescaled.keep_publishing()
@@ -181,7 +181,7 @@ def test_moved_slots_are_held_before_the_rest_of_their_consumers(
     assert sum(map(len, rescaled.work.holds[1])) < 65_536 / 2, "most consumers are not touched"
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_the_broker_may_be_away_for_a_while(make_rescaled: MakeRescaled) -> None:
     rescaled = make_rescaled(4)
     rescaled.keep_publishing()
@@ -193,7 +193,7 @@ def test_the_broker_may_be_away_for_a_while(make_rescaled: MakeRescaled) -> None
     rescaled.check()
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_ranges_that_another_client_holds_go_back_to_their_owners(
     make_rescaled: MakeRescaled,
 ) -> None:
@@ -215,7 +215,7 @@ def test_ranges_that_another_client_holds_go_back_to_their_owners(
     rescaled.check()
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_client_queues_keep_their_size_if_no_range_moved(make_rescaled: MakeRescaled) -> None:
     """Issue: later consumers had the queues of the assignment that never came."""
     rescaled = make_rescaled(4, 0.2, subscribe_timeout_ms=200)
@@ -272,7 +272,7 @@ def test_a_topic_that_was_deleted_just_before_a_rescale_does_not_end_the_others(
         wait_until(lambda: not coordinator.status()["connectionError"])
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_deleted_topic_does_not_count_in_the_pauses_of_a_rescale() -> None:
     """Its ranges have no consumer, and one range of another topic is subscribed late."""
     changing = ChangingTopics()
@@ -426,7 +426,7 @@ def test_two_rescales_at_once_follow_each_other(make_rescaled: MakeRescaled) -> 
     rescaled.check()
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_changes_keeps_the_ring_covered(
     make_rescaled: MakeRescaled, seed: int

@@ -86,6 +86,7 @@ def owners(run: RecordedRun) -> Assignment:
     return found
 
 
+@pytest.mark.simulated
 def test_a_restart_keeps_the_number_of_ranges_and_makes_each_contiguous(
     recorded: RecordedHandler, again: Again, checkpoint: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_restart_keeps_the_number_of_lanes_and_threads(
     assert status["workers"] == 9 * status["lanes"]
 
 
+@pytest.mark.simulated
 def test_a_restart_keeps_the_hash_ranges_of_a_balance(
     recorded: RecordedHandler, again: Again, checkpoint: Path
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_restart_keeps_the_hash_ranges_of_a_balance(
     run.judge(recorded.per_key)
 
 
+@pytest.mark.simulated
 def test_a_changed_parallelism_overrides_the_last_rescale(
     recorded: RecordedHandler, again: Again, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_rescale_back_to_parallelism_is_nothing_to_remember(
 
 
 @pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.simulated
 def test_a_restart_after_a_kill_has_the_ranges_of_the_stored_checkpoint(
     recorded: RecordedHandler, again: Again, checkpoint: Path, stored: bool
 ) -> None:

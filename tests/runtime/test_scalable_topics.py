@@ -56,6 +56,7 @@ def waiting(coordinator: object) -> int:
     return found
 
 
+@pytest.mark.simulated
 def test_rows_of_children_come_after_those_of_the_parent_in_one_batch(
     topic: ScalableTopic,
 ) -> None:
@@ -76,6 +77,7 @@ def test_rows_of_children_come_after_those_of_the_parent_in_one_batch(
         assert rows_of(again, stored) == laid_out, "a batch that runs again has the same rows"
 
 
+@pytest.mark.simulated
 def test_a_batch_has_no_rows_of_children_while_the_parent_has_more(topic: ScalableTopic) -> None:
     topic.publish(16)
     with topic.running(source_of()) as coordinator:
@@ -208,6 +210,7 @@ def test_handlers_keep_the_order_of_keys_across_splits_and_merges() -> None:
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_sealed_segment_stays_at_the_broker_until_it_is_acknowledged(
     topic: ScalableTopic,
 ) -> None:
@@ -248,6 +251,7 @@ def test_segments_that_appear_while_no_source_runs_keep_their_messages(
     topic.check()
 
 
+@pytest.mark.simulated
 def test_the_backlog_counts_the_segments_that_wait(topic: ScalableTopic) -> None:
     topic.publish(12)
     with topic.running(source_of()) as coordinator:
@@ -270,6 +274,7 @@ def test_the_backlog_counts_the_segments_that_wait(topic: ScalableTopic) -> None
         assert coordinator.status()["entriesLost"] is None, "the cursor of a segment is unknown"
 
 
+@pytest.mark.simulated
 def test_consumers_that_the_broker_forgot_are_subscribed_again(topic: ScalableTopic) -> None:
     clients: list[MemoryBroker] = []
 
@@ -325,6 +330,7 @@ def test_a_deleted_parent_holds_no_child_up(topic: ScalableTopic) -> None:
         received(coordinator, 8)
 
 
+@pytest.mark.simulated
 def test_a_new_subscription_at_the_latest_position_skips_what_was_sealed_before(
     topic: ScalableTopic,
 ) -> None:
@@ -338,6 +344,7 @@ def test_a_new_subscription_at_the_latest_position_skips_what_was_sealed_before(
         received(coordinator, 16)
 
 
+@pytest.mark.simulated
 def test_a_push_of_the_broker_is_enough_to_find_new_segments(topic: ScalableTopic) -> None:
     source = source_of()
     with topic.running(source) as coordinator:
@@ -384,6 +391,7 @@ class BehindBroker(MemoryBroker):
         return watch
 
 
+@pytest.mark.simulated
 def test_a_start_waits_for_a_broker_that_has_not_heard_of_segments_of_the_checkpoint(
     topic: ScalableTopic,
 ) -> None:
@@ -402,6 +410,7 @@ def test_a_start_waits_for_a_broker_that_has_not_heard_of_segments_of_the_checkp
     assert not found.gone
 
 
+@pytest.mark.simulated
 def test_segments_of_a_checkpoint_are_gone_after_their_topic_was_created_again(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +518,7 @@ def test_a_refused_registration_is_repeated(
         wait_until(lambda: not coordinator.status()["discoveryError"])
 
 
+@pytest.mark.simulated
 def test_a_registration_that_another_client_deleted_is_made_again(topic: ScalableTopic) -> None:
     with topic.running(source_of(starting_position="latest")) as coordinator:
         topic.cluster.scalable.unregister(TOPIC, "unit")
@@ -562,6 +572,7 @@ def test_a_rescale_moves_keys_and_subscribes_nothing() -> None:
     topic.check()
 
 
+@pytest.mark.simulated
 def test_a_segment_that_is_deleted_once_it_is_subscribed_stops_nothing(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

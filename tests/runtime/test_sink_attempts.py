@@ -297,7 +297,7 @@ def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: Sink
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_topic_partition_without_room_holds_up_no_other(*, recovers: bool) -> None:
     """The rows of the others are stored while it waits; if it waits for too long, it is named."""
     world = SinkTopic()

@@ -229,7 +229,7 @@ def test_a_producer_that_has_ended_takes_no_message_of_others_with_it(world: Sin
     assert lost == {key for key in keys if writer._partition_of(key) == ended}
 
 
-@pytest.mark.usefixtures("simulated")
+@pytest.mark.simulated
 def test_a_flush_waits_only_for_messages_that_were_sent_before() -> None:
     """Other threads send all the time, so some messages are always unconfirmed."""
     world, flushed = SinkTopic(), threading.Event()

@@ -56,6 +56,7 @@ def test_a_hung_handler_is_named_within_ten_seconds_and_others_continue(
     assert len(job.handled) == 4
 
 
+@pytest.mark.simulated
 def test_a_healthy_backlog_is_running_and_blocked_by_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_key_that_waits_for_its_retry_blocks_its_range_and_is_explained(
     assert other["lane"]["state"] == "empty"
 
 
+@pytest.mark.simulated
 def test_a_consumer_that_is_away_is_named_and_leaves_a_gap(job: Job, quick_watchdog: None) -> None:
     job.start()
     away = job.cluster.partitions(job.topic)[0]
@@ -153,6 +155,7 @@ def test_a_stalled_topic_partition_is_named_while_its_ranges_are_busy_with_other
     wait_until(lambda: job.status()["partitions"][0]["stalled"] is None)
 
 
+@pytest.mark.simulated
 def test_a_topic_partition_does_not_stall_while_its_window_is_full(
     job: Job, quick_watchdog: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,8 @@ from tests.helpers import received, rows_of, started, wait_until
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 T0 = 1_700_000_000_000
 
 

@@ -13,6 +13,8 @@ from keyshard.errors import DataLossTrimmedError, TopicNotFoundError
 from tests.helpers import received, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
 
+pytestmark = pytest.mark.simulated(seeds=1)
+
 
 def planned_over(changing: ChangingTopics, *topics: str) -> Checkpoint:
     """Plan a batch of all messages of some topics, and end the run."""

@@ -133,6 +133,7 @@ def test_a_bounded_run_of_pulsar_client_sees_no_delays_without_the_admin_interfa
 
 
 @pytest.mark.parametrize("assumed", [True, False])
+@pytest.mark.simulated
 def test_limits_of_a_broker_that_refuses_its_configuration_are_named_as_assumed(
     assumed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +329,7 @@ def test_content_that_is_too_large_for_a_dead_letter_has_an_unknown_length(
     assert lengths == {"large": (None, None), "empty": ("", 0)}
 
 
+@pytest.mark.simulated
 def test_a_topic_partition_says_why_the_numbers_of_the_broker_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import wait_until
 from tests.support.deadlines import DeadlineError
-from tests.support.simulated import run_simulated
+from tests.support.simulated import LaterFixture, run_simulated
 
 HOUR_S = 3_600.0
 THREAD = threading.Thread
@@ -51,3 +52,24 @@ def test_a_simulated_wait_takes_no_time_and_has_its_deadline() -> None:
         run_simulated(waits_in_vain, {}, 0)
     assert time.monotonic() - began_s < HOUR_S, "the time is real again"
     assert threading.Thread is THREAD
+
+
+def test_a_fixture_is_made_once_and_ended_in_the_simulation() -> None:
+    steps: list[str] = []
+
+    def lock() -> Iterator[threading.Event]:
+        steps.append("made")
+        yield threading.Event()
+        assert not threading.Event().wait(HOUR_S), "its end waits in the simulation, too"
+        steps.append("ended")
+
+    event = LaterFixture(lock, {})
+    same = LaterFixture(lambda event: event, {"event": event})
+
+    def test(event: threading.Event, same: threading.Event) -> None:
+        assert event is same
+        assert not event.wait(HOUR_S)
+        steps.append("tested")
+
+    run_simulated(test, {"same": same, "event": event}, 0)
+    assert steps == ["made", "tested", "ended"]
