@@ -1,4 +1,4 @@
-"""How the end of a process is explained: its exit status, the remedy, and the end of its log."""
+"""How the end of a process, or a failed start, is explained: problem, remedy, end of the log."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def remedy(status: int | None) -> str:
     if status is None or status < 0:
         return "Look for the program or the person that ended it."
     return "Look for its error in its log, or for code that ends the process."
+
+
+def no_start(kind: str, exc: OSError) -> tuple[str, str]:
+    """Return the problem and the remedy of a process that the system did not start.
+
+    Args:
+        kind: Kind of the process, such as ``worker``.
+        exc: The error of the system.
+    """
+    check = "the memory of this machine, and its limits of processes and open files"
+    if exc.filename is not None:
+        check = f"that {exc.filename} exists and may be executed"
+    return f"The system started no {kind} process: {exc.strerror or exc}.", f"Check {check}."
 
 
 def last_lines(log: str) -> str:

@@ -38,7 +38,7 @@ from keyshard.core.message import (
     Produce,
     TakeNote,
 )
-from keyshard.core.process_end import ending, remedy
+from keyshard.core.process_end import ending, no_start, remedy
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.executors import ThreadExecutor, WorkSource
 from keyshard.handlers.handler_call import Handle, HandlerCall, Take, unpublished
@@ -218,12 +218,7 @@ class ProcessHandle:
         try:
             self._begin()
         except OSError as exc:
-            check = "the memory of this machine, and its limits of processes and open files"
-            if exc.filename is not None:
-                check = f"that {exc.filename} exists and may be executed"
-            raise HandlerProcessError(
-                f"The system started no handler process: {exc.strerror or exc}.", f"Check {check}."
-            ) from exc
+            raise HandlerProcessError(*no_start("handler", exc)) from exc
         reply = self._ask(None, START_TIMEOUT_S, "it loaded the handler")
         if isinstance(reply, Reply):
             self.end()

@@ -19,7 +19,7 @@ from pyarrow import flight
 
 from keyshard.base_error import first_line
 from keyshard.config.connection import Connection
-from keyshard.core.process_end import ending, remedy
+from keyshard.core.process_end import ending, no_start, remedy
 from keyshard.errors import UnexpectedError, WorkerUnreachableError
 from keyshard.redaction import shown
 from keyshard.workers.authentication import INTRODUCE, RequestSigner
@@ -283,12 +283,7 @@ def start_process(
             start_new_session=True,
         )
     except OSError as exc:
-        check = "the memory of this machine, and its limits of processes and open files"
-        if exc.filename is not None:
-            check = f"that {exc.filename} exists and may be executed"
-        raise WorkerUnreachableError(
-            f"The system started no worker process: {exc.strerror or exc}.", f"Check {check}."
-        ) from exc
+        raise WorkerUnreachableError(*no_start("worker", exc)) from exc
     to, out = process.stdin, process.stdout
     assert to is not None
     assert out is not None
