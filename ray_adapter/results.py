@@ -43,7 +43,7 @@ class Taking:
     Args:
         exchange: State of the job, which commits the entries.
         done: The call.
-        takes: What the handler takes.
+        takes: Form of the argument of the handler.
     """
 
     def __init__(self, exchange: JobState, done: Done, takes: Takes) -> None:

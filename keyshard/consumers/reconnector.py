@@ -195,9 +195,8 @@ class Reconnector:
         try:
             self._broker.missing(())
             for one in long_away:
-                if self._stopping.is_set() or not self._changing.acquire(blocking=False):
+                if self._stopping.is_set() or self._changing.locked():
                     break
-                self._changing.release()
                 tried = (one,)
                 replaced += self._replaced(one)
         except BrokerError as exc:

@@ -67,19 +67,12 @@ def _first_limits(
 ) -> tuple[str, ConsumerLimits] | None:
     """Return the first topic whose limits are known, and them. Some may have been deleted."""
     for topic in topics[:ASKED_MAX]:
-        found = _limits_of(admin, topic, timeout_s)
-        if isinstance(found, ConsumerLimits):
-            return topic, found
-        _log.info("the limits of consumers are unknown: %s", found.summary)
-        if isinstance(found, AuthorizationError):
-            break
+        try:
+            found = retry_until(partial(admin.consumer_limits, topic), timeout_s)
+        except (AdminError, AuthorizationError) as exc:  # noqa: PERF203 - it may be deleted
+            _log.info("the limits of consumers are unknown: %s", exc.summary)
+            if isinstance(exc, AuthorizationError):
+                break
+        else:
+            return topic, ConsumerLimits(*found)
     return None
-
-
-def _limits_of(
-    admin: Admin, topic: str, timeout_s: float
-) -> ConsumerLimits | AdminError | AuthorizationError:
-    try:
-        return ConsumerLimits(*retry_until(partial(admin.consumer_limits, topic), timeout_s))
-    except (AdminError, AuthorizationError) as exc:
-        return exc

@@ -72,6 +72,11 @@ class Lock:
                 random = self._scheduler.random
                 self._scheduler.wake(self._waiting.pop(random.randrange(len(self._waiting))))
 
+    def locked(self) -> bool:
+        if not self._quiet:
+            self._scheduler.point()
+        return self._depth > 0
+
     def release_all(self) -> int:
         """Give it back whatever the depth, as a condition does while it waits."""
         assert self._owner is self._scheduler.current
