@@ -6,23 +6,24 @@ The real broker is started once per process, when a test needs it. One test of t
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
 from keyshard.testing.devbroker import DevBroker, DevCluster
 from tests.spark_classes import QUICK, java_options, submit_arguments
 from tests.support import one_line_logs
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
+from tests.support.groups import Together
 from tests.support.kinds import KINDS, kind_of_item, real
 from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
@@ -54,35 +55,10 @@ ORDER = (
 )
 """The fastest tests come first, then those that last longest in one process. The rest fills the
 processes up to the end."""
-LONG = frozenset({"spark", "ray", "mutants", "simulation", "chaos", "ways"})
-"""Folders whose tests last longest."""
 PROCESSES_MAX = 8
 """Most processes that ``-n auto`` starts."""
 MEMORY_PER_PROCESS = 2_500_000_000
 """A broker, and a Spark session or a Ray, bytes."""
-TOGETHER = {
-    "tests/ray": "one Ray",
-    "tests/spark/test_bad_input.py": "one Spark session",
-    "tests/spark/test_connect.py": "the port of Spark Connect",
-    "tests/spark/test_declarative_pipeline.py": "the port of Spark Connect",
-    "tests/spark/test_exactly_once.py": "one Spark cluster",
-    "tests/spark/test_executors.py": "one Spark cluster",
-    "tests/spark/test_secure.py": "one Spark session",
-    "tests/spark/test_triggers.py": "one Spark session",
-    "tests/contract/test_crash.py": "one broker that breaks",
-    "tests/contract/test_undelivered.py": "one broker that breaks",
-    "tests/contract/test_producer.py": "one broker that breaks",
-    "tests/contract/test_lost_connection.py": "one cut broker",
-    "tests/integration/test_reader_disconnects.py": "one cut broker of readers",
-    "tests/integration/test_data_loss.py": "one broker that loses data",
-    "tests/integration/test_cluster.py": "one cluster",
-    "tests/integration/test_failing_bookie.py": "one cluster whose bookie fails",
-    "tests/integration/test_stopped_writers.py": "one broker of stopped writers",
-    "tests/integration/test_readme.py": "one page",
-    "tests/integration/test_status.py": "one source",
-    "tests/mutants/test_mutants.py": "one copy of the code",
-}
-"""Files and folders whose tests share something expensive, or an order: one process runs them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,6 +86,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next(found, len(ORDER))
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and tests out of the collection of garbage: they stay until the end.
+
+    They are so many that each full collection takes a third of a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def _select(config: pytest.Config, items: list[pytest.Item], kinds: list[str]) -> None:
@@ -143,46 +134,6 @@ def pytest_xdist_auto_num_workers() -> int:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, memory // MEMORY_PER_PROCESS, PROCESSES_MAX))
-
-
-class Together(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a process the next test, or all tests of one group.
-
-    A process always has a test that waits behind the running one. A long test never waits behind
-    another long one, because another process may be idle meanwhile. Half of the processes begin
-    with long tests, and so have a Spark session; the others run the rest as long as there is any.
-    """
-
-    def __init__(self, config: pytest.Config, log: Any) -> None:
-        super().__init__(config, log)
-        self._at_length: set[Any] = set()
-        """Processes that run, or have run, long tests."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return TOGETHER.get(file) or TOGETHER.get(file.rpartition("/")[0], nodeid)
-
-    def _assign_work_unit(self, node: Any) -> None:
-        busy = any(map(goes_on, self.assigned_work[node].values()))
-        has_room = node in self._at_length or 2 * len(self._at_length) < len(self.assigned_work)
-        long = has_room and not busy
-        fitting = (scope for scope, unit in self.workqueue.items() if lasts(unit) == long)
-        scope = next(fitting, next(iter(self.workqueue)))
-        if lasts(self.workqueue[scope]):
-            self._at_length.add(node)
-        self.workqueue.move_to_end(scope, last=False)
-        super()._assign_work_unit(node)
-
-
-def goes_on(unit: Mapping[str, bool]) -> bool:
-    """Whether these tests last long, and not all of them have run."""
-    return lasts(unit) and not all(unit.values())
-
-
-def lasts(unit: Iterable[str]) -> bool:
-    """Whether these tests last long: those of some folders, or many that go together."""
-    file = next(iter(unit)).partition("::")[0]
-    return file.split("/")[1] in LONG or file in TOGETHER
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
