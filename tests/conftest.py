@@ -24,7 +24,7 @@ from tests.support import one_line_logs
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
 from tests.support.groups import Together
-from tests.support.kinds import KINDS, kind_of_item, real
+from tests.support.kinds import ALL_TESTS, KINDS, kind_of_item, real
 from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
@@ -77,6 +77,8 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select tests by kind, scale their time limits, and order them by folder or file."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.stash[ALL_TESTS] = frozenset(item.nodeid for item in items)
     if kinds := config.getoption("kind"):
         _select(config, items, kinds)
     _scale_limits(config, items)

@@ -23,6 +23,8 @@ KINDS = {
     "ray": "needs Ray",
     "proofs": "chaos, random searches, mutants and measured memory",
 }
+ALL_TESTS = pytest.StashKey[frozenset[str]]()
+"""Node ids of all tests, of any kind, in the configuration of a run that collects all of them."""
 PROOFS = ("tests/chaos/", "tests/memory/", "tests/mutants/", "tests/streams/", "tests/ways/")
 """Folders of proofs."""
 GATE = Path(__file__).parents[1] / "gate.toml"
