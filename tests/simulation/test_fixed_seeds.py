@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.runner import describe, run_seed
 
 SEEDS = {
-    "spark": 40, "handlers": 40, "workers": 20, "pipeline": 20,
+    "spark": 20, "handlers": 20, "workers": 20, "pipeline": 20,
     "spark-frames": 20, "handlers-frames": 20, "pipeline-frames": 20, "spark-segments": 20,
     "handlers-segments": 10, "spark-segments-frames": 5, "handlers-segments-frames": 5,
 }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pulsar
 import pytest
@@ -63,21 +65,41 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("asked", ["subscribe", "partitions", "reader", "producer"])
-@pytest.mark.parametrize(
-    "thread_and_end", [("daemon", "closed"), ("daemon", "left open"), ("not daemon", "closed")]
-)
+ASKED = ("subscribe", "partitions", "reader", "producer")
+ENDS = (("daemon", "closed"), ("daemon", "left open"), ("not daemon", "closed"))
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[dict[tuple[str, str, str], subprocess.Popen[str]]]:
+    """All programs, by their arguments; each waits most of its time, so they run at once."""
+    with ExitStack() as until:
+        started = {}
+        for asked, end in itertools.product(ASKED, ENDS):
+            arguments = (asked, *end)
+            program = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *arguments],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            until.enter_context(program)
+            until.callback(program.kill)
+            started[arguments] = program
+        yield started
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("thread_and_end", ENDS)
 def test_a_thread_that_waits_for_a_silent_broker_keeps_the_exit_status(
-    asked: str, thread_and_end: tuple[str, str]
+    asked: str,
+    thread_and_end: tuple[str, str],
+    programs: dict[tuple[str, str, str], subprocess.Popen[str]],
 ) -> None:
     # An end that waits for the request, which has an hour, is not in time.
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), asked, *thread_and_end],
-        capture_output=True, text=True, timeout=END_S, check=False,
-    )  # fmt: skip
-    assert ended.returncode == STATUS, ended.stderr
+    arguments = (asked, *thread_and_end)
+    ended = programs[arguments]
+    output, errors = ended.communicate(timeout=END_S)
+    assert ended.returncode == STATUS, errors
     if thread_and_end[0] != "daemon":  # A daemon thread may end before it prints.
-        assert ended.stdout.split() == ["BrokerError"]
+        assert output.split() == ["BrokerError"]
 
 
 @pytest.mark.parametrize("error", [pulsar.NotConnected, pulsar.BrokerMetadataError])
