@@ -337,7 +337,8 @@ class ProcessExecutor(ThreadExecutor):
         take: Take = unpublished,
     ) -> None:
         try:
-            pickled = pickle.dumps((handle, context.read_data, take))
+            read_data = None if context.read_data is None else _LaterData(context.read_data)
+            pickled = pickle.dumps((handle, read_data, take))
         except Exception as exc:
             raise ConfigError(
                 f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}.",
@@ -415,6 +416,23 @@ def _signals_held_back() -> Iterator[None]:
 
 
 # -- in the child ---------------------------------------------------------------------------------
+
+
+class _LaterData:
+    """Loads the decoder of messages when a handler first uses it, because it imports Arrow.
+
+    Args:
+        read_data: The decoder; picklable.
+    """
+
+    def __init__(self, read_data: Callable[[Message], Any]) -> None:
+        self._pickled = pickle.dumps(read_data)
+        self._read_data: Callable[[Message], Any] | None = None
+
+    def __call__(self, message: Message) -> Any:
+        if self._read_data is None:
+            self._read_data = pickle.loads(self._pickled)
+        return self._read_data(message)
 
 
 def _serve(connection: Connection, pickled: bytes) -> None:

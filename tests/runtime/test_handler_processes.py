@@ -10,74 +10,25 @@ import sys
 import types
 from multiprocessing import popen_spawn_posix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
-from keyshard import Checkpoint, Message, Reject, RetryLater
+from keyshard import Checkpoint
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import ConfigError, HandlerProcessError
-from tests.helpers import present, wait_until
+from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
+from tests.support.process_handlers import (
+    generates,
+    has_arrow,
+    its_pid,
+    kills_itself,
+    raises,
+)
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-class OwnReject(Reject):
-    """An error that can be pickled, but not unpickled."""
-
-    def __init__(self, account: str, code: int) -> None:
-        super().__init__(f"no account {account}, code {code}")
-
-
-class OwnLater(RetryLater):
-    def __init__(self, account: str, code: int) -> None:
-        super().__init__(0.05, f"{account} is locked, code {code}")
-
-
-class SecretError(Exception):
-    """An error that cannot be pickled."""
-
-    def __reduce__(self) -> NoReturn:
-        raise SystemExit("not for you")
-
-    def __str__(self) -> str:
-        raise KeyError("no text")
-
-
-class OtherError(Exception):
-    """An error that becomes an ``int`` when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return int, ("7",)
-
-
-async def coroutine() -> None:
-    raise OwnReject("x", 3)
-
-
-def raises(message: Message) -> Any:
-    if message.value == b"reject":
-        raise OwnReject("x", 3)
-    if message.value == b"secret":
-        raise SecretError
-    if message.value == b"other":
-        raise OtherError("other")
-    if message.value == b"exit":
-        raise SystemExit(3)
-    if message.value == b"interrupt":
-        raise KeyboardInterrupt
-    if message.value == b"awaited":
-        return coroutine()
-    if message.value == b"returned":
-        return OwnReject("x", 3)
-    folder, name = Path(present(message.value).decode()), message.key or ""
-    if name == "later" and not (folder / name).exists():
-        (folder / name).touch()
-        raise OwnLater("x", 3)
-    (folder / f"done-{name}").touch()
-    return None
 
 
 def test_an_error_of_a_handler_in_a_process_keeps_its_meaning(
@@ -101,10 +52,6 @@ def test_an_error_of_a_handler_in_a_process_keeps_its_meaning(
     assert len(list(tmp_path.glob("done-*"))) == 21
 
 
-def its_pid(message: Message) -> None:
-    Path(present(message.value).decode()).write_text(str(os.getpid()))
-
-
 def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
     orders: HandledTopic, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,8 +71,14 @@ def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
     assert caplog.text.count(ended) == 2
 
 
-def kills_itself(_: Message) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def test_a_process_does_not_import_arrow_for_a_handler_that_decodes_nothing(
+    orders: HandledTopic, tmp_path: Path
+) -> None:
+    path = tmp_path / "imported"
+    orders.cluster.publish(orders.topic, Stored(str(path).encode(), key="k"))
+    with orders.running(orders.source(), has_arrow, executor="processes", workers=1):
+        wait_until(lambda: orders.errors or orders.backlog() == 0)
+    assert path.read_text() == "False"
 
 
 def test_a_handler_whose_process_is_killed_fails_with_the_signal(
@@ -180,10 +133,6 @@ def test_a_process_that_the_system_cannot_start_is_named(
     assert orders.backlog() in (count, -1)
 
 
-def generates(_: Message) -> Any:
-    return (n for n in range(3))
-
-
 def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(
     orders: HandledTopic,
 ) -> None:
@@ -196,8 +145,6 @@ def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(
 PROGRAM = """
 import os, signal, sys, time, threading
 from pathlib import Path
-from keyshard import KeyShardSource
-from keyshard.broker.memory import MemoryCluster, Message
 
 FOLDER = Path(sys.argv[1])
 
@@ -208,6 +155,10 @@ def handle(message):
         file.write(message.key + "\\n")
 
 def main():
+    # Not at the top: processes of the handler import this program, and need none of it.
+    from keyshard import KeyShardSource
+    from keyshard.broker.memory import MemoryCluster, Message
+
     cluster = MemoryCluster.named("c")
     topic = cluster.create_topic("orders", partitions=2)
     cluster.publish(topic, *[Message(b"x", key=f"k{n}") for n in range(8)])

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import get_type_hints
 
@@ -19,10 +18,11 @@ from keyshard.cli import main
 from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.errors import NotRunningError
 from keyshard.handlers.executors import shared_slots
-from tests.helpers import present, wait_until
+from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 from tests.support.memory_topic import Run
+from tests.support.process_handlers import waits_for_file
 from tests.support.statuses import status
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -75,15 +75,6 @@ def test_coroutines_share_slots_which_only_workers_limits(
         assert (one["total"], one["state"]) == (workers, "busy" if workers else "free")
         released.set()
         wait_until(lambda: slots(run)[0]["used"] == 0)
-
-
-def waits_for_file(message: Message) -> None:
-    """Writes its pid to the path in the message, and waits for that path with ``.go``."""
-    path = Path(present(message.value).decode())
-    path.write_text(str(os.getpid()))
-    until_s = time.monotonic() + 600
-    while not path.with_suffix(".go").exists() and time.monotonic() < until_s:
-        time.sleep(0.01)
 
 
 def test_each_process_shows_its_work(

@@ -28,6 +28,7 @@ from keyshard.errors import (
 from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
+from tests.support.process_handlers import to_file
 
 
 def in_order(orders: HandledTopic, per_key: int) -> bool:
@@ -68,14 +69,6 @@ def test_coroutines_run_in_one_loop_with_at_most_the_lanes_and_one_per_key(
     assert len(threads) == 1
     assert most[1] == 1
     assert 2 <= most[0] <= 6
-
-
-def to_file(message: Message) -> None:
-    folder, number = present(message.value).decode().split("|")
-    Path(folder, f"process-{os.getpid()}").touch()
-    wait_until(lambda: len(list(Path(folder).glob("process-*"))) == 2)  # both have begun
-    with Path(folder, message.key or "").open("a") as file:
-        file.write(f"{number} {os.getpid()}\n")
 
 
 def test_processes_handle_in_key_order_and_outside_this_process(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -22,12 +20,11 @@ from tests.helpers import until, wait_until
 from tests.support.command_line import run as command
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic
+from tests.support.process_handlers import leaves_a_thread_behind, notes_many_steps
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
 RELEASE = threading.Event()
-LEFT: list[threading.Thread] = []
-"""A thread of a child that outlives its handler."""
 
 
 def handle(message: Message) -> None:
@@ -48,25 +45,6 @@ def handle_and_return_a_coroutine(message: Message) -> object:
         await until(RELEASE.is_set)
 
     return work()
-
-
-def handle_in_a_process(message: Message) -> None:
-    for step in range(1, 2_001):
-        message.note(f"step {step} of 2,000")
-    time.sleep(60)  # The end of the run kills the process.
-
-
-def leave_a_thread_behind(message: Message) -> None:
-    if LEFT:
-        time.sleep(60)  # The end of the run kills the process.
-
-    def go_on_noting() -> None:
-        while True:
-            message.note("of the first attempt")
-
-    LEFT.append(threading.Thread(target=copy_context().run, args=[go_on_noting], daemon=True))
-    LEFT[0].start()
-    raise ValueError("once")
 
 
 def handle_and_fail(message: Message) -> None:
@@ -107,7 +85,7 @@ def run_with(note: str | None, state: str = "running") -> dict[str, Any]:
         (handle_async, {}, "step 2 of 2"),
         (handle_and_return_a_coroutine, {}, "step 2 of 2"),
         (
-            handle_in_a_process,
+            notes_many_steps,
             {"executor": "processes", "workers": 1, "drain_timeout_s": 0.1},
             "step 2000 of 2,000",
         ),
@@ -227,7 +205,7 @@ def test_a_thread_of_a_child_that_outlives_its_handler_stops_no_other(
 ) -> None:
     """Notes between two requests are read by the next one, and belong to no attempt of it."""
     with source.running(
-        leave_a_thread_behind,
+        leaves_a_thread_behind,
         executor="processes",
         workers=1,
         retry=RetryPolicy(wait=wait_none()),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE
+from tests.support.process_handlers import copy
 
 
 @pytest.fixture
@@ -43,11 +44,6 @@ def once(copied: Copied) -> Copied:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint.json"
-
-
-def copy(message: Message) -> Iterator[Produce]:
-    yield Produce(message.value, key=message.key)
-    yield Produce(message.value, key=message.key)
 
 
 def twice(keys: int, per_key: int) -> dict[str | None, list[bytes | None]]:
