@@ -8,8 +8,10 @@ from __future__ import annotations
 from base64 import b64decode
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from keyshard.broker.unreadable_entries import corrupt_entry, encrypted_entry
@@ -23,6 +25,8 @@ from keyshard.errors import UnreadableEntryError
 
 MARKER_SLOT = key_slot("pulsar.txn.marker--1")
 """Slot of every marker: a broker writes all of them with one producer name and sequence id."""
+WHOLES_MAX, WHOLE_BYTES_MAX = 4_096, 1_024
+"""Blocks of whole entries that are kept, and the largest payload of one, bytes."""
 CORRUPT = "its checksum is wrong"
 """Defect of an entry that a test corrupted."""
 
@@ -91,9 +95,9 @@ class Chunk:
     """Number of all parts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredEntry:
-    """One entry as the broker stores it."""
+    """One entry as the broker stores it; equal only to itself."""
 
     ordinal: int
     """Number of entries published to the topic partition before it; never reused."""
@@ -130,7 +134,20 @@ class StoredEntry:
             came_to: Range of the consumer that receives it; ``None`` for a Reader.
             columns: As in :class:`~keyshard.broker.port.ReadOptions`.
         """
+        metadata = metadata_in(columns)
+        if indices is None and came_to is None and self.payload_bytes <= WHOLE_BYTES_MAX:
+            return copy(_whole(self, metadata))
         chosen = range(len(self.messages)) if indices is None else indices
+        return self._block(chosen, came_to, metadata)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sum of the lengths of the values."""
+        return sum(len(message.value or b"") for message in self.messages)
+
+    def _block(
+        self, chosen: Sequence[int], came_to: HashRange | None, metadata: Sequence[str]
+    ) -> EntryBlock:
         messages = [self.messages[index] for index in chosen]
         return entry_block(
             self.id,
@@ -145,7 +162,7 @@ class StoredEntry:
             properties=[dict(message.properties) for message in messages],
             came_to=came_to,
             schema_version=self.messages[0].schema_version,
-            metadata={name: self._metadata(name, chosen) for name in metadata_in(columns)},
+            metadata={name: self._metadata(name, chosen) for name in metadata},
         )
 
     def _metadata(self, name: str, indices: Sequence[int]) -> list[Any]:
@@ -157,6 +174,12 @@ class StoredEntry:
         # This broker stores no other metadata.
         of_entry = {PRODUCER: self.producer, DELIVER_AT: self.deliver_at_ms}
         return [of_entry.get(name)] * len(indices)
+
+
+@lru_cache(maxsize=WHOLES_MAX)
+def _whole(entry: StoredEntry, metadata: tuple[str, ...]) -> EntryBlock:
+    """Return the block of all messages; Readers read the same entries again and again."""
+    return entry._block(range(len(entry.messages)), None, metadata)
 
 
 class EntryLog:
@@ -319,7 +342,7 @@ class EntryLog:
         sizes = dict.fromkeys(self.ledger_sizes, 0)
         for entry in self._entries[self._first :]:
             assert entry is not None, "only entries before the first are trimmed"
-            sizes[entry.id.ledger] += sum(len(message.value or b"") for message in entry.messages)
+            sizes[entry.id.ledger] += entry.payload_bytes
         counts = self.ledger_sizes
         return tuple(Ledger(ledger, counts[ledger], size) for ledger, size in sizes.items())
 
