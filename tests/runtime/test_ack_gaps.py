@@ -27,7 +27,7 @@ from tests.support.gap_topic import (
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 def test_three_thousand_markers_leave_nothing_in_a_checkpoint(
     gap_topic: GapTopic, with_admin: bool
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(
     gap_topic: GapTopic,
 ) -> None:
     """The fast range pauses; when the slow one comes back, everything is delivered once."""
-    count = 20_000
+    count = 13_000
     limit = 4_096
     keys = [FAST_KEY, SLOW_KEY] * count
     entries = gap_topic.publish(*keys)

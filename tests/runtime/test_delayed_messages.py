@@ -89,7 +89,7 @@ class Consuming:
         wait_until(all_came, deadline(60))
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 def test_a_gap_for_each_second_message_fits_into_the_smallest_checkpoint() -> None:
     """With a run for each gap, 855 of 1,500 messages came, and then none."""
     topic = Delaying(entries_per_ledger=50_000)
@@ -168,7 +168,7 @@ def numbers(topic: Delaying, path: Path, count: int, **changes: Any) -> list[int
     return seen
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 def test_a_stop_repeats_nothing_for_which_the_checkpoint_had_no_room(tmp_path: Path) -> None:
     topic, path = Delaying(entries_per_ledger=2), tmp_path / "checkpoint.json"
     topic.publish_pairs(1_000)
@@ -177,7 +177,7 @@ def test_a_stop_repeats_nothing_for_which_the_checkpoint_had_no_room(tmp_path: P
     assert sorted(first + numbers(topic, path, 1_000)) == list(range(2_000))
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 def test_a_stop_of_batches_repeats_nothing_either(tmp_path: Path) -> None:
     topic, path = Delaying(entries_per_ledger=2), tmp_path / "checkpoint.json"
     topic.publish_pairs(1_000)

@@ -184,7 +184,7 @@ def test_keys_that_fail_and_fill_the_window_make_room_for_others(
     assert "failing keys fill the window" in caplog.text
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 @pytest.mark.usefixtures("hurried")
 def test_an_outage_that_fills_the_window_parks_few_keys_at_a_time(orders: HandledTopic) -> None:
     database = Database(orders)

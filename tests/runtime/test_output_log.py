@@ -337,7 +337,7 @@ def test_more_topics_than_a_run_may_open_fail_their_messages(
     assert all("3 topics already" in str(one.properties) for one in dead)
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(seeds=1)
 def test_a_stalled_topic_holds_back_input_and_is_named(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
