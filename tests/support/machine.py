@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from keyshard.errors import BrokerUnavailableError, DevBrokerError
-from keyshard.testing.devbroker.process import StartResult
 from tests.support.deadlines import FACTOR, DeadlineError, measured_now
 
 SLOWER = 2.0
@@ -26,7 +25,6 @@ TEXTS = ("Python worker failed to connect back", "[JAVA_GATEWAY_EXITED]")
 """Texts in errors of Spark if one of its processes did not start in time."""
 VERDICTS = ("AssertionError", "KEYSHARD_")
 """An output with one of these shows why a program ended, whatever else stands there."""
-NOT_STARTED = {StartResult.LATE.name, StartResult.STUCK.name, StartResult.TAKEN.name}
 _SPARK = ("py4j.", "pyspark.")
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _OF_THE_WORLD = (DevBrokerError, OSError, subprocess.SubprocessError, queue.Empty)
@@ -149,7 +147,11 @@ def _did_not_start(error: BaseException) -> bool:
     if isinstance(error, MachineError):
         return True
     if isinstance(error, DevBrokerError):
-        return error.facts.get("outcome") in NOT_STARTED or "port" in error.facts
+        # A failed start has imported it; a process whose tests start no broker does not need it.
+        from keyshard.testing.devbroker.process import StartResult  # noqa: PLC0415
+
+        not_started = {StartResult.LATE.name, StartResult.STUCK.name, StartResult.TAKEN.name}
+        return error.facts.get("outcome") in not_started or "port" in error.facts
     text = str(error)
     return (
         type(error).__module__.startswith(_SPARK)
