@@ -1,11 +1,13 @@
-"""Scripted brokers and bookies, and connections to them."""
+"""Scripted brokers and bookies, connections to them, and quick calls of the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
+import typer.main
 
 from keyshard.bookkeeper import bookies
 from keyshard.broker import retry
@@ -18,6 +20,14 @@ from tests.refusals.broker import Cluster, ScriptedBroker
 from tests.support import scripted_bookie
 from tests.support.answering_broker import ScriptedBroker as AnsweringBroker
 from tests.support.deadlines import deadline
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_built_once() -> Iterator[None]:
+    """Typer builds every command of the command line anew for each call, which takes 40 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture
