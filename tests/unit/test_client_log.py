@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
 
 from keyshard.broker.client.log import EVERY_S, KINDS_MAX, Repeats
 from tests.support.deadlines import deadline
@@ -39,42 +43,103 @@ def test_unknown_lines_of_the_client_are_reported_and_kinds_have_a_limit() -> No
     assert len(repeats._kinds) <= KINDS_MAX
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own: the client has one logger for a process."""
-    begin = """
-        import logging, os, sys, time
-        shown = "%(process)d %(levelname)s %(name)s %(message)s"
-        logging.basicConfig(stream=sys.stderr, format=shown)
-        import pulsar
-        from keyshard.broker.client import log
-        from keyshard.broker.client.log import close_client, open_client
+BEGIN = """
+import logging, os, sys, time
+shown = "%(process)d %(levelname)s %(name)s %(message)s"
+logging.basicConfig(stream=sys.stderr, format=shown)
+import pulsar
+from keyshard.broker.client import log
+from keyshard.broker.client.log import close_client, open_client
 
-        def ask(client):
-            try:
-                client.get_topic_partitions("t")
-            except pulsar.PulsarException:
-                pass
+def ask(client):
+    try:
+        client.get_topic_partitions("t")
+    except pulsar.PulsarException:
+        pass
 
-        URL = "pulsar://127.0.0.1:1"
-    """
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=deadline(60), check=True,
-    )  # fmt: skip
+URL = "pulsar://127.0.0.1:1"
+"""
+PROGRAMS = {
+    "shared": """
+clients = [open_client(URL, operation_timeout_seconds=1) for _ in range(3)]
+for client in clients:
+    ask(client)
+    close_client(client)
+again = open_client(URL, operation_timeout_seconds=1)
+ask(again)
+close_client(again)
+import threading
+print([one.name for one in threading.enumerate()])
+""",
+    "emptied": """
+log.FILE_BYTES_MAX = 200
+client = open_client(URL, operation_timeout_seconds=3)
+ask(client)
+ask(client)
+size = os.fstat(log._OURS._file).st_size
+print(size < 1_500, log._OURS._position <= size)
+close_client(client)
+""",
+    "forked": """
+parent = open_client(URL, operation_timeout_seconds=1)
+ask(parent)
+child = os.fork()
+if not child:
+    own = open_client(URL, operation_timeout_seconds=1)
+    ask(own)
+    close_client(own)
+    print(os.getpid(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+close_client(parent)
+print(os.getpid())
+""",
+    "secret": """
+for url in ("pulsar://ann:s3cret@127.0.0.1:1", "pulsar://127.0.0.1:1?token=s3cret"):
+    try:
+        client = open_client(url, operation_timeout_seconds=1)
+    except Exception:
+        continue
+    ask(client)
+    close_client(client)
+""",
+}
+"""Processes of their own, because the client has one logger for a process."""
 
 
-def test_several_clients_share_a_log_and_the_console_stays_empty() -> None:
-    done = run("""
-        clients = [open_client(URL, operation_timeout_seconds=2) for _ in range(3)]
-        for client in clients:
-            ask(client)
-            close_client(client)
-        again = open_client(URL, operation_timeout_seconds=1)
-        ask(again)
-        close_client(again)
-        import threading
-        print([one.name for one in threading.enumerate()])
-    """)
+@dataclass(frozen=True)
+class Ended:
+    """What a program wrote."""
+
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Callable[[str], Ended]]:
+    """The end of a program. All wait most of their time for the client, so they run at once."""
+    with ExitStack() as until:
+        started = {}
+        for name, program in PROGRAMS.items():
+            started[name] = subprocess.Popen(
+                [sys.executable, "-c", BEGIN + program],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            until.enter_context(started[name])
+            until.callback(started[name].kill)
+
+        def end(name: str) -> Ended:
+            output = Ended(*started[name].communicate(timeout=deadline(60)))
+            assert started[name].returncode == 0, output.stderr
+            return output
+
+        yield end
+
+
+def test_several_clients_share_a_log_and_the_console_stays_empty(
+    ended: Callable[[str], Ended],
+) -> None:
+    done = ended("shared")
     assert done.stdout == "['MainThread']\n"
     lines = done.stderr.splitlines()
     assert 2 <= len(lines) <= 8, done.stderr
@@ -82,48 +147,19 @@ def test_several_clients_share_a_log_and_the_console_stays_empty() -> None:
     assert any("Connection refused" in line and " similar since" in line for line in lines)
 
 
-def test_the_file_is_emptied_and_a_client_continues_writing() -> None:
-    done = run("""
-        log.FILE_BYTES_MAX = 200
-        client = open_client(URL, operation_timeout_seconds=3)
-        ask(client)
-        ask(client)
-        size = os.fstat(log._OURS._file).st_size
-        print(size < 1_500, log._OURS._position <= size)
-        close_client(client)
-    """)
+def test_the_file_is_emptied_and_a_client_continues_writing(ended: Callable[[str], Ended]) -> None:
+    done = ended("emptied")
     assert done.stdout == "True True\n"
     assert re.search(r"Connection refused \((\d+) similar", done.stderr)
 
 
-def test_a_forked_process_logs_its_own_lines() -> None:
-    done = run("""
-        parent = open_client(URL, operation_timeout_seconds=1)
-        ask(parent)
-        child = os.fork()
-        if not child:
-            own = open_client(URL, operation_timeout_seconds=1)
-            ask(own)
-            close_client(own)
-            print(os.getpid(), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-        close_client(parent)
-        print(os.getpid())
-    """)
+def test_a_forked_process_logs_its_own_lines(ended: Callable[[str], Ended]) -> None:
+    done = ended("forked")
     child, parent = done.stdout.split()
     output = [line.split()[0] for line in done.stderr.splitlines()]
     assert set(output) == {child, parent}
 
 
-def test_no_secret_of_a_url_is_shown() -> None:
-    done = run("""
-        for url in ("pulsar://ann:s3cret@127.0.0.1:1", "pulsar://127.0.0.1:1?token=s3cret"):
-            try:
-                client = open_client(url, operation_timeout_seconds=1)
-            except Exception:
-                continue
-            ask(client)
-            close_client(client)
-    """)
+def test_no_secret_of_a_url_is_shown(ended: Callable[[str], Ended]) -> None:
+    done = ended("secret")
     assert "s3cret" not in done.stderr + done.stdout
