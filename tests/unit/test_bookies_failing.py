@@ -30,20 +30,32 @@ from tests.support.scripted_bookie import (
     whole,
 )
 
+SILENT = "did not answer"
+"""The fault of a bookie that says nothing."""
+
 pytestmark = pytest.mark.usefixtures("impatient_bookies")
 
 
 @pytest.mark.usefixtures("bookie_versions")
 @pytest.mark.parametrize("said", FAULTS)
 def test_another_replica_returns_an_entry_that_one_lacks(said: str) -> None:
-    with bookie(FAULTS[said]) as bad, bookie(whole) as good:
-        assert read(replicas(bad, good)) == list(range(1_000))
-        assert read(replicas(good, bad)) == list(range(1_000))
+    """Both orders at once, because a silent bookie makes either wait."""
+    with (
+        bookie(FAULTS[said]) as bad, bookie(whole) as good,
+        bookie(FAULTS[said]) as other_bad, bookie(whole) as other_good,
+        ThreadPoolExecutor(2) as threads,
+    ):  # fmt: skip
+        for found in threads.map(read, (replicas(bad, good), replicas(other_good, other_bad))):
+            assert found == list(range(1_000))
 
 
 @pytest.mark.usefixtures("bookie_versions")
 @pytest.mark.parametrize("said", FAULTS)
-def test_without_another_replica_the_first_missing_entry_is_named(said: str) -> None:
+def test_without_another_replica_the_first_missing_entry_is_named(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said == SILENT:
+        monkeypatch.setattr(bookies_module, "SILENT_S", 0.2)  # at whatever entry it is given up
     with bookie(FAULTS[said]) as bad, closing(Bookies({})) as connections:
         reader = LedgerReader(replicas(bad), 0, 999, connections, 1 << 20)
         found: list[int] = []
