@@ -137,7 +137,7 @@ def test_a_source_without_room_fills_its_window_and_reports_it(
         def without_room() -> bool:
             got.step()
             named = "has had no room for" in caplog.text
-            return named and coordinator.status()["withoutRoomMillis"] > 1_500
+            return named and coordinator.status()["withoutRoomMillis"] > 3_000
 
         with caplog.at_level(logging.WARNING):
             wait_until(without_room, deadline(60))
