@@ -111,8 +111,9 @@ def _select(config: pytest.Config, items: list[pytest.Item], kinds: list[str]) -
     selected: list[pytest.Item] = []
     for item in items:
         (selected if kind_of_item(item) in kinds else others).append(item)
-    if "real" in kinds and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        missing = real() - {item.nodeid for item in selected}
+    if "real" in kinds and ALL_TESTS in config.stash:
+        all_tests = config.stash[ALL_TESTS]
+        missing = real() - all_tests
         if missing:
             raise pytest.UsageError(f"tests/gate.toml names tests that do not exist: {missing}")
     items[:] = selected

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pulsar
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from keyshard.broker.client.broker import ClientBroker
 from keyshard.config.connection import Connection
 from tests.support.deadlines import deadline
+from tests.support.programs import started
 
 STATUS = 3
 END_S = deadline(60)
@@ -72,18 +71,9 @@ ENDS = (("daemon", "closed"), ("daemon", "left open"), ("not daemon", "closed"))
 @pytest.fixture(scope="module")
 def programs() -> Iterator[dict[tuple[str, str, str], subprocess.Popen[str]]]:
     """All programs, by their arguments; each waits most of its time, so they run at once."""
-    with ExitStack() as until:
-        started = {}
-        for asked, end in itertools.product(ASKED, ENDS):
-            arguments = (asked, *end)
-            program = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *arguments],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            until.enter_context(program)
-            until.callback(program.kill)
-            started[arguments] = program
-        yield started
+    every = ((asked, *end) for asked, end in itertools.product(ASKED, ENDS))
+    with started({arguments: (PROGRAM, *arguments) for arguments in every}) as processes:
+        yield processes
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from subprocess import CompletedProcess
 
 import pytest
 
 from keyshard.broker.client.log import EVERY_S, KINDS_MAX, Repeats
 from tests.support.deadlines import deadline
+from tests.support.programs import started
 
 FAILED = "2026-01-02 03:04:05.678 ERROR [14] ClientConnection:485 | [x -> y] Failed: refused"
 
@@ -107,37 +105,22 @@ for url in ("pulsar://ann:s3cret@127.0.0.1:1", "pulsar://127.0.0.1:1?token=s3cre
 """Processes of their own, because the client has one logger for a process."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What a program wrote."""
-
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(scope="module")
-def ended() -> Iterator[Callable[[str], Ended]]:
+def ended() -> Iterator[Callable[[str], CompletedProcess[str]]]:
     """The end of a program. All wait most of their time for the client, so they run at once."""
-    with ExitStack() as until:
-        started = {}
-        for name, program in PROGRAMS.items():
-            started[name] = subprocess.Popen(
-                [sys.executable, "-c", BEGIN + program],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            until.enter_context(started[name])
-            until.callback(started[name].kill)
+    with started({name: (BEGIN + program,) for name, program in PROGRAMS.items()}) as processes:
 
-        def end(name: str) -> Ended:
-            output = Ended(*started[name].communicate(timeout=deadline(60)))
-            assert started[name].returncode == 0, output.stderr
-            return output
+        def end(name: str) -> CompletedProcess[str]:
+            process = processes[name]
+            output, errors = process.communicate(timeout=deadline(60))
+            assert process.returncode == 0, errors
+            return CompletedProcess(process.args, 0, output, errors)
 
         yield end
 
 
 def test_several_clients_share_a_log_and_the_console_stays_empty(
-    ended: Callable[[str], Ended],
+    ended: Callable[[str], CompletedProcess[str]],
 ) -> None:
     done = ended("shared")
     assert done.stdout == "['MainThread']\n"
@@ -147,19 +130,21 @@ def test_several_clients_share_a_log_and_the_console_stays_empty(
     assert any("Connection refused" in line and " similar since" in line for line in lines)
 
 
-def test_the_file_is_emptied_and_a_client_continues_writing(ended: Callable[[str], Ended]) -> None:
+def test_the_file_is_emptied_and_a_client_continues_writing(
+    ended: Callable[[str], CompletedProcess[str]],
+) -> None:
     done = ended("emptied")
     assert done.stdout == "True True\n"
     assert re.search(r"Connection refused \((\d+) similar", done.stderr)
 
 
-def test_a_forked_process_logs_its_own_lines(ended: Callable[[str], Ended]) -> None:
+def test_a_forked_process_logs_its_own_lines(ended: Callable[[str], CompletedProcess[str]]) -> None:
     done = ended("forked")
     child, parent = done.stdout.split()
     output = [line.split()[0] for line in done.stderr.splitlines()]
     assert set(output) == {child, parent}
 
 
-def test_no_secret_of_a_url_is_shown(ended: Callable[[str], Ended]) -> None:
+def test_no_secret_of_a_url_is_shown(ended: Callable[[str], CompletedProcess[str]]) -> None:
     done = ended("secret")
     assert "s3cret" not in done.stderr + done.stdout
